@@ -1,32 +1,35 @@
-"""Books: how many clusters the prefix and the suffix of the current block get, and how large one may be."""
+"""Books: the numbers of clusters of the current block's prefix and suffix, and the size of the largest."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 # A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
-# however long the context is.
+# in any context.
 ROWS_PER_CLUSTER = 64
-# A larger one is cut where the number of clusters is ours to choose.
+# Larger clusters are split if their number is not fixed by the user.
 MOST_ROWS_PER_CLUSTER = 4 * ROWS_PER_CLUSTER
 
 
 def auto_clusters(*area_rows: int) -> int:
-    """How many clusters `clusters="auto"` gives areas of these many rows in all: about one for 64 rows, and at least
-    one for each area that has rows."""
+    """Number of clusters for `clusters="auto"` over areas of `area_rows`: about one for 64 rows, and at least one for
+    each area with rows."""
     nearest = (sum(area_rows) + ROWS_PER_CLUSTER // 2) // ROWS_PER_CLUSTER
     return max(nearest, sum(rows > 0 for rows in area_rows))
 
 
 def auto_top_m(single_rows: int = 0) -> int:
-    """How many clusters `top_m="auto"` renews: 4; of clusters of `single_rows` one row each 8, and one more per 32."""
+    """Number of clusters that `top_m="auto"` updates: 4, or with `single_rows` clusters of one row 8 and one more per
+    32."""
     return 8 + single_rows // 32 if single_rows else 4
 
 
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:
-    """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up in the prefix's favour.
-    Raises `ValueError` for fewer clusters than areas with rows, or more clusters than rows.
+    """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up for the prefix.
 
-    An area with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
+    An area with rows gets at least one cluster, no area gets more clusters than rows, and the shares sum to `clusters`.
+
+    Raises:
+        ValueError: fewer clusters than areas with rows, or more clusters than rows.
     """
     rows = prefix_rows + suffix_rows
     fewest = (prefix_rows > 0) + (suffix_rows > 0)
@@ -45,7 +48,7 @@ def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tupl
 
 
 class Piece(NamedTuple):
-    """Rows `start` to `stop` (exclusive) of the cluster-major rows, all of them members of `cluster`."""
+    """Rows `start` to `stop` (exclusive) in cluster-major order, all members of `cluster`."""
 
     cluster: int
     start: int
@@ -53,9 +56,9 @@ class Piece(NamedTuple):
 
 
 def pieces(sizes: Sequence[int], max_rows: int) -> tuple[Piece, ...]:
-    """Clusters of `sizes` rows, laid one after the other, in as few pieces of at most `max_rows` as each allows.
+    """Split consecutive clusters of `sizes` rows into as few pieces as possible, of at most `max_rows` rows.
 
-    The pieces of a cluster differ by at most one row, larger ones first; an empty cluster has none.
+    The pieces of a cluster differ by at most one row, larger ones first. An empty cluster has no pieces.
     """
     cut = []
     start = 0

@@ -32,30 +32,31 @@ def cluster_areas(
     seed: int = 0,
     backend: Backend = "torch",
 ) -> list[ClusterIndex]:
-    """An index for every group (a layer of a sequence), with clusters over the prefix and over the suffix apart.
+    """Cluster every group (a layer of a sequence), prefix and suffix separately.
 
-    Clusters are numbered through: those of the prefix, then those of the suffix. Groups with the same shares are
-    clustered at once. The host reads from the device twice: before the work, whether all rows are finite and how many
-    are valid, and after it the sizes of all clusters.
+    Clusters of the prefix are numbered first, then those of the suffix. Groups with equal shares are clustered
+    together. The host reads from the device twice: before the work, whether all rows are finite and how many are valid,
+    and after it the sizes of all clusters.
 
     Args:
-        hidden: rows of the canvas; rows outside the areas and invalid rows may hold anything.
-        areas: columns (start, stop) of prefix and suffix, the prefix first; stop is exclusive, either may be empty.
-        clusters: of a group, shared between its areas by their valid rows (`allocate_clusters`); "auto" for about one
-            for 64 valid rows. As many as rows are clusters of one row each, in the order of rows.
+        hidden: rows of the canvas; rows outside the areas and invalid rows may have any values.
+        areas: columns (start, stop) of prefix and suffix; stop is exclusive, either may be empty.
+        clusters: number of clusters of a group, shared between its areas by their valid rows (`allocate_clusters`);
+            "auto" for about one per 64 valid rows. With as many clusters as rows, each has one row, in the order of
+            rows.
         valid: False at padding; None if all rows are valid.
         iterations, seed, backend: see `kmeans`.
 
     Raises:
         ValueError: a number of clusters that a group cannot have, or a valid row that is not finite or whose norm
-            float32 cannot hold.
+            exceeds float32.
         ImportError: backend "faiss" without faiss.
     """
     units, rows = _look(hidden, areas, valid)
     shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
     assignment = torch.full(hidden.shape[:2], -1, dtype=torch.int64, device=hidden.device)
     for area, (first, stop) in enumerate(areas):
-        # Groups with as many clusters from one number on, which are or are not clusters of one row each.
+        # Groups by number of clusters, by number of the first one, and by whether each cluster has one row.
         calls: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
         for group, share in enumerate(shares):
             if share[area]:
@@ -72,10 +73,10 @@ def cluster_areas(
 def cut_clusters(
     hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex], most_rows: int
 ) -> list[ClusterIndex]:
-    """`indices`, one for each group, with clusters of more than `most_rows` members cut into clusters of their own.
+    """Split clusters of more than `most_rows` members in `indices`, one index for each group.
 
-    This bounds the work and the memory of an update: rows of masks are all alike, and k-means may put them all in one
-    cluster. The host sends the new sizes to the device and reads nothing.
+    This bounds the work and the memory of an update, because k-means may put all rows of masks, which are alike, into
+    one cluster. The host sends the new sizes to the device, and reads nothing from it.
     """
     if all(size <= most_rows for index in indices for size in index.sizes):
         return list(indices)
@@ -94,7 +95,7 @@ def cut_clusters(
 
 
 def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
-    """`index` with `parts` as clusters, which keep the centroids and medoids of the clusters that they were part of."""
+    """`index` with `parts` as clusters, which keep the centroids and medoids of their former clusters."""
     ends = list(accumulate(index.shares, initial=0))
     sizes = tuple(part.stop - part.start for part in parts)
     cluster = on_device([part.cluster for part in parts], index.rows.device)
@@ -113,8 +114,8 @@ def _look(
     areas: tuple[Span, Span],
     valid: Bool[Tensor, "groups length"] | None,
 ) -> tuple[UnitRows, list[tuple[int, int]]]:
-    """The rows of the areas as directions, and how many of each group's prefix and suffix are valid. Here is the one
-    look at the device before work starts."""
+    """The rows of the areas as directions, and the number of valid rows in each group's prefix and suffix. Reads from
+    the device once."""
     clustered = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     for first, stop in areas:
         clustered[:, first:stop] = True
@@ -124,12 +125,12 @@ def _look(
     counts = torch.stack([clustered[:, first:stop].sum(1) for first, stop in areas], dim=1)
     finite, *rows = torch.cat([units.finite.long()[None], counts.flatten()]).tolist()
     if not finite:
-        raise ValueError("a valid row is not finite, or its norm is beyond float32")
+        raise ValueError("a valid row is not finite, or its norm exceeds float32")
     return units, list(zip(rows[::2], rows[1::2], strict=True))
 
 
 def _selector(groups: list[int]) -> slice | list[int]:
-    """`groups` (ascending) as a slice if they are evenly spaced: their hidden rows are then a view, not a copy."""
+    """`groups` (ascending) as a slice if they are evenly spaced, so that their hidden rows are a view, not a copy."""
     step = groups[1] - groups[0] if len(groups) > 1 else 1
     evenly = list(range(groups[0], groups[-1] + 1, step)) == groups
     return slice(groups[0], groups[-1] + 1, step) if evenly else groups
@@ -147,7 +148,7 @@ def _indices(
     counts = slot.new_zeros(len(shares), most + 1).scatter_add_(1, slot, torch.ones_like(slot))
     sizes = counts.tolist()
     return [
-        # Copies of exact size: an index must not keep the other groups' memory alive.
+        # Copies of exact size, because an index must not keep the other groups' memory alive.
         ClusterIndex(
             rows=order[group, : sum(sizes[group][: sum(share)])].clone(),
             sizes=tuple(sizes[group][: sum(share)]),

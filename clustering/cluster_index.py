@@ -9,14 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterIndex:
-    """Clusters over some columns of a canvas. Nothing here is ever written again: a change makes a new index.
+    """Clusters over some columns of a canvas. Immutable: a change makes a new index.
 
     Attributes:
-        rows: canvas columns in cluster-major order: a cluster's members follow each other, ascending.
-        sizes: members of each cluster, at least one. On the host, since they decide the sizes of records.
-        counts: the same on the device, since a copy from the host would wait for what the device is doing.
-        shares: clusters of each area of the canvas (prefix, suffix), in the order of their numbers.
-        centroids: mean of each cluster's rows as they are, not of unit norm: residuals are taken against it.
+        rows: canvas columns in cluster-major order, ascending within a cluster.
+        sizes: number of members of each cluster, at least one; on the host, because they determine the sizes of
+            records.
+        counts: `sizes` on the device, because a copy from the host would wait for the device.
+        shares: number of clusters of each area of the canvas (prefix, suffix), in the order of their numbers.
+        centroids: mean of each cluster's rows, not normalised, because residuals are taken against it.
         medoids: canvas column of the member nearest (cosine) to the centroid when the clusters were made.
     """
 
@@ -32,7 +33,7 @@ class ClusterIndex:
         return len(self.sizes)
 
     def cluster_of(self, length: int) -> Int[Tensor, " length"]:
-        """The cluster of every column of a canvas of `length` columns, −1 where there is none."""
+        """The cluster of every column of a canvas of length `length`; −1 for no cluster."""
         device = self.rows.device
         clusters = torch.arange(self.clusters, device=device).repeat_interleave(self.counts, output_size=len(self.rows))
         return torch.full((length,), -1, device=device).scatter_(0, self.rows, clusters)

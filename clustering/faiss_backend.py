@@ -1,4 +1,4 @@
-"""The iterations of spherical k-means through faiss, on the CPU, one group after the other."""
+"""The iterations of spherical k-means by faiss, on the CPU, one group after the other."""
 
 import importlib
 from types import ModuleType
@@ -21,16 +21,16 @@ def import_faiss() -> ModuleType:
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
-        raise ImportError("backend = 'faiss' needs its package: pip install 'faiss-cpu>=1.15'") from error
+        raise ImportError("backend = 'faiss' needs its package; run: pip install 'faiss-cpu>=1.15'") from error
 
 
 def faiss_lloyd(
     units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int
 ) -> tuple[Int64[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
-    """`tiered.clustering.kmeans.lloyd` through faiss, which gets a copy of all rows on the CPU. Raises as
-    `import_faiss`.
+    """`tiered.clustering.kmeans.lloyd` by faiss, on a copy of all rows on the CPU. Raises as `import_faiss`.
 
-    faiss fills an empty cluster with half of a large one, `lloyd` with the farthest row: from there they differ.
+    Results differ after an empty cluster, which faiss fills with half of a large one, and `lloyd` with the farthest
+    row.
     """
     groups, n, _ = units.rows.shape
     nearest = torch.zeros(groups, n, dtype=torch.int64)
@@ -49,7 +49,7 @@ def _train(rows: Float32[Tensor, "n width"], start: Float32[Tensor, "clusters wi
     clusters, width = start.shape
     training = faiss.Clustering(width, clusters)
     training.niter = iterations
-    training.spherical = True  # normalises the centroids alone: `rows` are unit rows already
+    training.spherical = True  # normalises only the centroids; `rows` are unit rows already
     training.max_points_per_centroid = UNLIMITED  # by default faiss trains on a sample of 256 rows a cluster
     training.min_points_per_centroid = 1  # by default it warns on stderr below 39
     training.early_stop_threshold = -1.0  # all iterations
@@ -57,7 +57,7 @@ def _train(rows: Float32[Tensor, "n width"], start: Float32[Tensor, "clusters wi
     faiss.copy_array_to_vector(start.numpy().ravel(), training.centroids)
     training.train(rows.numpy(), faiss.IndexFlatIP(width))
     found = torch.from_numpy(faiss.vector_to_array(training.centroids)).view(1, clusters, width)
-    # A cluster of nothing but zero rows comes back as a zero vector.
+    # The centroid of a cluster of zero rows is a zero vector.
     return normalised(found, start[None])[0]
 
 

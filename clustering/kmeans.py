@@ -1,4 +1,4 @@
-"""Spherical k-means for many groups at once: clusters of rows by direction, on torch or on faiss."""
+"""Spherical k-means for many groups at once, by torch or by faiss: clusters of rows by direction."""
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int, Int64
@@ -9,25 +9,27 @@ from tiered.clustering.seeding import kmeans_start
 from tiered.clustering.summaries import add_by_cluster, nearest_members
 from tiered.clustering.unit_rows import UnitRows, first_alike, normalised
 
-# Ranks below every distance 1 − cosine: a row without direction is taken when no other is left, a barred one never.
+# Ranks below every distance 1 − cosine: a row without direction is chosen only if no other is left, a barred row never.
 LAST_RESORT = -1.0
 BARRED = -2.0
-# Distances are ranked in so many steps, from the largest to 0: rows that ought to be equal rank alike.
+# Distances are ranked in this many steps from the largest to 0, so that rows that should be equal rank alike.
 STEPS = 64
 
 
 def kmeans(
     units: UnitRows, clusters: int, *, iterations: int, seed: int, backend: Backend
 ) -> Int64[Tensor, "groups n"]:
-    """The cluster of each row, −1 at invalid rows. No group depends on another.
+    """The cluster of each row, −1 at invalid rows. Groups do not depend on each other.
 
-    Every cluster has a member. A row belongs to the direction nearest to it, unless it was moved into a cluster that
-    would be empty. The same arguments give the same result on the same device and versions. The host reads nothing,
-    but faiss works on a copy of the rows on the CPU.
+    Every cluster has a member. A row belongs to the nearest direction, unless it was moved into a cluster that would be
+    empty. The same arguments give the same result on the same device and versions. The host reads nothing from the
+    device, except a copy of the rows for faiss.
 
     Args:
-        units: finite rows, as many valid ones in each group as `clusters` or more.
-        seed: of the start, by greedy k-means++.
+        units: finite rows, with at least `clusters` valid ones in each group.
+        clusters: number of clusters of each group.
+        iterations: number of iterations of `lloyd`.
+        seed: seed of the start by greedy k-means++.
         backend: "torch" on the device of the rows, or "faiss" on the CPU.
 
     Raises:
@@ -42,18 +44,18 @@ def kmeans(
 def lloyd(
     units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int
 ) -> tuple[Int64[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
-    """The nearest direction of each row and its cosine to it, after `iterations` from the unit vectors `start`.
+    """The nearest direction of each row, and the cosine to it, after `iterations` from the unit vectors `start`.
 
-    An iteration gives every row to its nearest direction and turns that to the sum of its rows.
+    An iteration assigns every row to its nearest direction, and then turns each direction to the sum of its rows.
     """
     directions, weight = start, units.usable.float()
-    # Distances of rows whose cosines are all 0, as those of a row without direction always are.
+    # Distances of rows with cosine 0, which a row without direction always has.
     farthest = torch.where(units.usable, 1.0, LAST_RESORT)
     for _ in range(iterations):
         sums = torch.zeros_like(start)
         nearest, cosine = _assign(units, directions, sums)
         empty = torch.zeros_like(start[..., 0]).scatter_add_(1, nearest, weight) == 0
-        # An empty cluster points at one of the rows farthest from theirs, each at a different row.
+        # Each empty cluster gets the direction of another one of the rows farthest from their clusters.
         picks = _farthest(farthest - cosine, empty, units.rounding)
         moved = normalised(sums, directions)
         directions = torch.where(empty[..., None], normalised(units.take(picks), moved), moved)
@@ -61,14 +63,14 @@ def lloyd(
 
 
 def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The nearest direction of every row and its cosine to it; each row is added to its cluster's sum on the way. Of
-    directions that are alike except for rounding, the first gets the rows of all."""
+    """The nearest direction of every row, and the cosine to it. Adds each row to its cluster's sum in `sums`, unless
+    that is None. Of directions that are equal up to rounding, the first gets the rows of all."""
     groups, n, _ = units.rows.shape
     nearest = torch.empty(groups, n, dtype=torch.int64, device=directions.device)
     cosine = torch.empty(groups, n, dtype=torch.float32, device=directions.device)
     first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1]):
-        # In this order of factors the product is faster on the CPU, where few directions meet many rows.
+        # In this order of factors the product of few directions and many rows is faster on the CPU.
         cosine[here, span], best = (directions[here] @ tile.mT).max(1)
         nearest[here, span] = first[here].gather(1, best)
         if sums is not None:
@@ -81,7 +83,7 @@ def _fill_empty(
 ) -> Int[Tensor, "groups n"]:
     """`assignment` with one row moved into every empty cluster.
 
-    A row moves only from a cluster that keeps another, so with as many valid rows as clusters none stays empty.
+    A row moves only from a cluster that keeps another, so no cluster stays empty if there are enough valid rows.
     """
     n = assignment.shape[1]
     keepers = nearest_members(cosine, assignment, clusters, units.rounding)
@@ -95,14 +97,14 @@ def _fill_empty(
 def _farthest(
     rank: Float[Tensor, "groups n"], empty: Bool[Tensor, "groups clusters"], apart: float
 ) -> Int[Tensor, "groups clusters"]:
-    """For the i-th empty cluster of a group the row of the i-th highest rank; for the others any row. Of ranks that
-    differ by less than a step, or than `apart`, the first row's is higher."""
+    """The row of the i-th highest rank for a group's i-th empty cluster, and any row for other clusters. Of ranks that
+    differ by less than a step, or less than `apart`, the first row's counts as higher."""
     most = rank.amax(1, keepdim=True)
     order = ((most - rank) / (most / STEPS).clamp_min(apart)).floor().argsort(dim=1, stable=True)
     return order.gather(1, (empty.cumsum(1) - 1).clamp_min(0))
 
 
 def _put(values: Tensor, columns: Int[Tensor, "groups puts"], new: Tensor) -> Tensor:
-    """A copy of `values` with `new` at `columns`; column n is no place."""
+    """A copy of `values` with `new` at `columns`; values for column n are dropped."""
     spare = torch.zeros_like(values[:, :1])
     return torch.cat([values, spare], dim=1).scatter_(1, columns, new)[:, :-1]

@@ -1,4 +1,4 @@
-"""Where k-means starts: greedy k-means++ (Arthur and Vassilvitskii, SODA 2007)."""
+"""The start of k-means by greedy k-means++ (Arthur and Vassilvitskii, SODA 2007)."""
 
 import math
 
@@ -11,21 +11,22 @@ from tiered.clustering.tiles import CPU_ELEMENTS, DEVICE_ELEMENTS
 from tiered.clustering.unit_rows import UnitRows, normalised
 from tiered.kernels.host_values import on_device
 
-# Rows are read once, into random projections of this width, and the picks are made among those: k-means++ looks at
-# every row once for each cluster. Squared distances keep to within √(2/128) = 12 % of themselves (standard deviation).
+# Rows are read once, into random projections of this width, because k-means++ compares every row once for each cluster.
+# The projection changes squared distances by √(2/128) = 12 % (standard deviation).
 SKETCH_WIDTH = 128
-# More than any squared distance between rows of unit norm: 4 before the projection.
+# More than any squared distance between projected rows of unit norm, which is at most 4 before the projection.
 FARTHER_THAN_ANY = 16.0
-# Of draws that leave as much to gain within this share, the first is best: only rounding could tell which leaves less.
+# Of draws whose remaining distances are equal within this share, the first is chosen, because rounding must not choose.
 AS_GOOD = 2**-10
 
 
 def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "groups clusters width"]:
-    """Directions of rows that are spread out: each pick is a row drawn in proportion to its 1 − cosine to the picks so
-    far, the best of 4 + 2·ln(clusters) draws. Every group uses the same random numbers, so none depends on the others.
+    """Directions of rows that are far from each other. Groups use the same random numbers, and do not depend on each
+    other.
 
-    Rows that are alike except for rounding are one: a row that is like a pick is never drawn. If fewer rows have a
-    direction than there are clusters, some are repeated. The host reads nothing.
+    Each pick is the best of 4 + 2·ln(clusters) rows, drawn in proportion to 1 − cosine to the nearest earlier pick.
+    Rows that equal a pick up to rounding are not drawn. If fewer rows have a direction than there are clusters, some
+    are repeated. The host reads nothing from the device.
     """
     groups, n, width = units.rows.shape
     device = units.rows.device
@@ -38,7 +39,7 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
     many = max(1, elements // (n * min(width, SKETCH_WIDTH)))
     parts = [units.part(slice(first, first + many)) for first in range(0, groups, many)]
     picks = torch.cat([_picks(_sketch(part, projection), part.usable, draws, units.rounding) for part in parts])
-    # For want of a direction, a unit vector for each cluster.
+    # Rows without a direction are replaced by unit vectors along the axes.
     axes = torch.nn.functional.one_hot(torch.arange(clusters, device=device) % width, width).float()
     return normalised(units.take(picks), axes.expand(groups, -1, -1))
 
@@ -60,12 +61,12 @@ def _picks(
 ) -> Int[Tensor, "groups clusters"]:
     _, n, width = sketch.shape
     norms = sketch.square().sum(-1)
-    # What is left to gain at each row: its squared distance to the nearest pick.
+    # Squared distance of each row to the nearest pick.
     left = usable * FARTHER_THAN_ANY
     picks = []
     for draw in draws:
         mass = left.cumsum(1, dtype=torch.float64)
-        # Where nothing is left to gain, the last row: then no pick helps.
+        # If all distances are 0, the last row is drawn: no pick reduces them.
         drawn = torch.searchsorted(mass, draw * mass[:, -1:], right=True).clamp_max_(n - 1)
         points = sketch.gather(1, drawn[..., None].expand(-1, -1, width))
         distances = torch.baddbmm(norms[:, None] + norms.gather(1, drawn)[..., None], points, sketch.mT, alpha=-2)

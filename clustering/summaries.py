@@ -1,4 +1,4 @@
-"""Rows added up by cluster, and what stands for a cluster: the mean of its rows, and the member most like it."""
+"""Sums of rows by cluster, and the mean and the medoid of a cluster."""
 
 import torch
 from jaxtyping import Float, Float32, Int
@@ -13,16 +13,16 @@ def add_by_cluster(
     rows: Float32[Tensor, "groups n width"],
     assignment: Int[Tensor, "groups n"],
 ) -> None:
-    """`sums[g, assignment[g, i]] += rows[g, i]` in place; rows that belong nowhere are zeros, in any cluster."""
-    # On a device, `index_add_` adds with atomics in whatever order they come, and offloaded states must equal
-    # resident ones bit for bit. On the CPU it runs in order, and is several times faster than a matrix product.
+    """`sums[g, assignment[g, i]] += rows[g, i]` in place; rows without a cluster must be zeros, assigned to any."""
+    # On a device, `index_add_` adds with atomics in no fixed order, but offloaded states must equal resident ones bit
+    # for bit. On the CPU it adds in order, and is several times faster than a matrix product.
     (_by_index if rows.device.type == "cpu" else _by_product)(sums, rows, assignment)
 
 
 def _by_index(sums: Tensor, rows: Tensor, assignment: Tensor) -> None:
     groups, clusters, width = sums.shape
     offsets = torch.arange(0, groups * clusters, clusters, device=sums.device)[:, None]
-    # A view of `sums`, or an error: a copy would lose the result.
+    # `view` fails rather than copy `sums`, which would lose the result.
     sums.view(-1, width).index_add_(0, (assignment + offsets).flatten(), rows.flatten(0, 1))
 
 
@@ -35,10 +35,10 @@ def _by_product(sums: Tensor, rows: Tensor, assignment: Tensor) -> None:
 def nearest_members(
     cosine: Float[Tensor, "groups n"], assignment: Int[Tensor, "groups n"], clusters: int, apart: float
 ) -> Int[Tensor, "groups clusters"]:
-    """The row of each cluster with the largest `cosine` to it, the first of those that `apart` makes no difference to;
-    n where a cluster has none.
+    """The row of each cluster with the largest `cosine` to it, or the first that is within `apart` of that; n for a
+    cluster without rows.
 
-    `assignment` is −1 at rows that belong nowhere.
+    `assignment`: −1 at rows without a cluster.
     """
     groups, n = cosine.shape
     slot = assignment.where(assignment >= 0, clusters)
@@ -51,11 +51,11 @@ def nearest_members(
 def means_and_medoids(
     rows: Float[Tensor, "groups n width"], assignment: Int[Tensor, "groups n"], clusters: int
 ) -> tuple[Float32[Tensor, "groups clusters width"], Int[Tensor, "groups clusters"]]:
-    """The mean of each cluster's rows as they are, and the row with the largest cosine to it, the first of those
-    that rounding may have told apart (`rounding`).
+    """The mean of each cluster's rows, without normalisation, and its medoid. The medoid is the row with the largest
+    cosine to the mean, or the first that equals it up to `rounding`.
 
-    Rows with assignment −1 may hold anything. A cluster without rows has mean 0 and medoid n. Two passes over the rows,
-    no host synchronisation.
+    Rows with assignment −1 may have any values. A cluster without rows has mean 0 and medoid n. Takes two passes over
+    the rows, without host synchronisation.
     """
     member = (assignment >= 0).float()
     cluster = assignment.clamp_min(0)
@@ -66,7 +66,7 @@ def means_and_medoids(
     means = sums / counts.clamp_min(1)[..., None]
     directions = normalised(means, torch.zeros_like(means))
     cosine = torch.empty_like(member)
-    # What stands where there is no row changes that row's cosine alone, which no cluster asks for.
+    # Values of a row without a cluster affect only its own cosine, which is not used.
     for here, span, tile in tiles(rows, member, gaps=False, columns=clusters):
         along = (directions[here] @ tile.mT).gather(1, cluster[here, None, span]).squeeze(1)
         # A zero row has no direction: cosine 0, as 0 / ZERO_NORM is.

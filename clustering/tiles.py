@@ -1,4 +1,4 @@
-"""Going through many rows in float32 without a float32 copy of them all."""
+"""Iterates over many rows in float32, without a float32 copy of all."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Elements of a tile. On the CPU 4 MiB, which the caches hold between the passes over a tile; on a device 64 MiB, which
-# is enough work for one launch and is all the working memory that k-means takes beside its results.
+# Elements of a tile. On the CPU 4 MiB, which fits the caches between the passes over a tile. On a device 64 MiB, which
+# is enough work for one launch, and is k-means's only working memory beside its results.
 CPU_ELEMENTS = 1 << 20
 DEVICE_ELEMENTS = 1 << 24
 
@@ -17,13 +17,13 @@ def tiles(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """`rows · scale`, a few groups and a span of rows at a time: (groups, rows, float32 tile).
 
-    A tile lies in memory that the next one reuses. How many rows it has does not depend on the number of groups.
+    The next tile reuses a tile's memory. The number of rows of a tile does not depend on the number of groups.
 
     Args:
-        rows: float16, bfloat16, float32 or float64.
-        scale: float32.
-        gaps: rows of scale 0 may hold anything, NaN included, and become zeros.
-        columns: the caller makes as many numbers of each row; they are kept to the size of a tile too.
+        rows: rows in float16, bfloat16, float32 or float64.
+        scale: factor of each row, float32.
+        gaps: whether rows of scale 0 may have any values, NaN included, and become zeros.
+        columns: numbers that the caller computes for each row, which then fit the size of a tile too.
     """
     groups, n, width = rows.shape
     elements = CPU_ELEMENTS if rows.device.type == "cpu" else DEVICE_ELEMENTS

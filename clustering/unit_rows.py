@@ -1,4 +1,4 @@
-"""Rows as directions: what spherical k-means looks at."""
+"""Rows as directions, for spherical k-means."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from tiered.clustering.tiles import tiles
 
-# Below this norm the squares of a row leave float32's range: the row counts as zero, which has no direction.
+# Below this norm the squares of a row leave float32's range, so the row counts as zero, without a direction.
 ZERO_NORM = 1e-18
 
 
 def rounding(dtype: torch.dtype) -> float:
     """The distance 1 − cosine up to which rows of `dtype` count as one direction: δ²/2, with δ = 4ε, and at least 2⁻⁸.
 
-    Rows that ought to be equal, such as masks that see only masks, differ by rounding. Rounding depends on the machine
-    and on the rest of the batch, so nothing may be chosen by it. An addition rounds a row by about ε/5 of its length;
-    the hundred additions of a forward come to 2ε, and between two rows to 3ε. A float32 cosine resolves δ = 2⁻⁸: it is
-    1 − 2⁻¹⁷ there, and off by a few 2⁻²³. A divergence between distributions whose log-probabilities are δ apart is
-    δ²/2 as well.
+    Rows that should be equal, such as masks that see only masks, differ by rounding. Rounding depends on the machine
+    and on the rest of the batch, so it must not decide a choice. An addition rounds a row by about ε/5 of its length,
+    the hundred additions of a forward by 2ε, and the difference of two rows by 3ε. A float32 cosine resolves δ = 2⁻⁸:
+    it is 1 − 2⁻¹⁷ there, with an error of a few 2⁻²³. The divergence of distributions whose log-probabilities differ by
+    δ is δ²/2 too.
     """
     return max(2**-8, 4 * torch.finfo(dtype).eps) ** 2 / 2
 
@@ -30,7 +30,7 @@ class UnitRows:
     """Rows of unit norm in float32, computed from `rows` at each use; zero rows and invalid rows are zeros.
 
     Attributes:
-        rows: the caller's tensor.
+        rows: tensor of the caller.
         valid: False at invalid rows; None if all rows are valid.
         inverse: 1 / norm of each row, 0 at zero rows and invalid rows.
         finite: True if every valid row has a finite norm in float32; on the device.
@@ -62,13 +62,13 @@ class UnitRows:
         return self.inverse > 0
 
     def numbers(self) -> Int64[Tensor, "groups n"]:
-        """The number of each valid row among those of its group; −1 at invalid rows."""
+        """The number of each valid row in its group; −1 at invalid rows."""
         if self.valid is None:
             return torch.arange(self.rows.shape[1], device=self.rows.device).expand(self.rows.shape[:2])
         return (self.valid.cumsum(1) - 1).where(self.valid, -1)
 
     def part(self, groups: slice | list[int], columns: slice = slice(None), *, whole: bool = False) -> "UnitRows":
-        """Some columns of some of the groups, as views where `groups` is a slice; `whole`: all of them are valid."""
+        """Some columns of some groups, as views if `groups` is a slice; `whole`: whether all these rows are valid."""
         valid = None if whole or self.valid is None else self.valid[groups, columns]
         return UnitRows(self.rows[groups, columns], valid, self.inverse[groups, columns], self.finite)
 
@@ -76,7 +76,7 @@ class UnitRows:
         return tiles(self.rows, self.inverse, gaps=self.valid is not None, columns=columns)
 
     def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:
-        """The unit rows that are numbered by `picks`; zero rows are zeros, and invalid ones anything."""
+        """The unit rows at `picks`; zero rows are zeros, and invalid rows are undefined."""
         inverse = self.inverse.gather(1, picks)[..., None]
         picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2])).float()
         return picked.mul_(inverse)
@@ -85,12 +85,12 @@ class UnitRows:
 def normalised(
     vectors: Float32[Tensor, "groups k width"], otherwise: Float32[Tensor, "groups k width"]
 ) -> Float32[Tensor, "groups k width"]:
-    """`vectors` at unit norm, and `otherwise` in place of those that have no direction, NaN among them."""
+    """`vectors` at unit norm, with `otherwise` in place of vectors without a direction, which include NaN."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return torch.where(norms > ZERO_NORM, vectors / norms, otherwise)
 
 
 def first_alike(directions: Float32[Tensor, "groups clusters width"], apart: float) -> Int[Tensor, "groups clusters"]:
-    """The first of the directions that each is no farther from than `apart` (1 − cosine): itself, or an earlier one."""
+    """For each direction, the first one within a distance 1 − cosine of `apart`: itself, or an earlier one."""
     alike = directions @ directions.mT >= 1 - apart
     return alike.view(torch.uint8).argmax(-1)

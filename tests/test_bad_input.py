@@ -317,7 +317,7 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
                 ("device_map", "device"),
             ]
         ],
-        ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "no code that comes with a checkpoint"]),
+        ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "code in a checkpoint is never run"]),
         ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, kv, memory, policy, rope_scaling"]),
         ({"policy": make_policy("none"), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
         (
@@ -655,7 +655,7 @@ def test_weights_beyond_the_budget(
     least = tiered.plan(directory, context=1, block_length=1, policy="none", dtype=name).tiers[Tier.DEVICE]
     needed = least.total
     assert least.accounts[Account.WEIGHTS] == element * sum(weight.numel() for weight in tiny_weights.values())
-    with pytest.raises(TierCapacityError, match="that loads the model, and calls take more") as caught:
+    with pytest.raises(TierCapacityError, match="this loads the model alone, calls take more") as caught:
         tiered.from_pretrained(directory, memory=needed - 1, dtype=dtype)
     error = caught.value
     assert (error.needed, error.available, error.tier) == (needed, needed - 1, Tier.DEVICE)

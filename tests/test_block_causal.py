@@ -262,7 +262,7 @@ def test_the_exact_cache_is_for_no_canvas():
     with tiered.from_pretrained("embedded", policy="block_causal") as embedded:
         with pytest.raises(ValueError, match=r"'block_causal' keeps .* allowed: auto, none, fast_dllm_prefix"):
             embedded.generate("sort: Ada Ben", max_new_tokens=8)
-        with pytest.raises(ValueError, match="'joint_threshold' edits the open block alone; rows of 'embedded' see"):
+        with pytest.raises(ValueError, match="'joint_threshold' is for block-causal models, but rows of"):
             embedded.with_policy("none").generate(
                 "sort: Ada Ben", max_new_tokens=8, threshold=0.5, editing_threshold=0.5
             )
@@ -276,9 +276,9 @@ def test_the_exact_cache_is_for_no_canvas():
         ({}, {}, "config.json of 'small' has no block_size: give block_length"),
         ({"block_size": 4}, {"block_length": 8}, "block_length = 8; 'small' was made for blocks of 4"),
         ({}, {"block_length": 0}, "block_length = 0"),
-        ({}, {"block_length": 4, "trailing_noise": 4}, "trailing_noise = 4, but no row of 'small'"),
+        ({}, {"block_length": 4, "trailing_noise": 4}, "trailing_noise = 4, but rows of 'small' see nothing"),
         ({}, {"block_length": 4, "correction_steps": 2}, "correction_steps = 2"),
-        ({}, {"block_length": 4, "commit": "adaptive"}, "rule 'adaptive' follows the noise"),
+        ({}, {"block_length": 4, "commit": "adaptive"}, "rule 'adaptive' is for GIDD's noise"),
         ({}, {"block_length": 4, "commit": DriftAware(early_threshold=0.5)}, "'drift_aware' compares attention"),
         ({}, {"block_length": 4, "remasking_strategy": "entropy_bounded"}, "unknown commit rule 'entropy_bounded'"),
         ({}, {"block_length": 4, "denoising_steps": 0}, "block_steps = 0"),
@@ -309,7 +309,7 @@ def test_a_bad_call_is_named(
 
 
 def test_steps_of_options_made_before_are_those_of_an_answer(runtime: Runtime):
-    with pytest.raises(ValueError, match="steps = 64 of a whole answer; 'small' takes block_steps"):
+    with pytest.raises(ValueError, match="steps = 64 counts the forwards of a whole answer; pass 'small' block_steps"):
         runtime.generate(prompt(), generation_config=tiered.GenerationOptions(steps=64), block_length=4)
 
 
@@ -323,7 +323,7 @@ def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
     for inspector in (StepDriftInspector(), StalenessInspector()):
         with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
             runtime.generate(prompt(), block_length=4, inspector=inspector)
-    with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) sees blocks: tasks that generate"):
+    with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) is block-causal: tasks that generate"):
         Likelihood(runtime).score([1, 2], [3])
 
 

@@ -133,9 +133,9 @@ NOTHING, OTHER = "must be an existing folder; nothing is there", "must be an exi
         ("device", ValueError, "must be an existing folder; "),
         (Path("data"), ValueError, OTHER),
         ("", ValueError, f"disk_path = '' {NOTHING}"),
-        (5, TypeError, "disk_path is a str or a Path that leads to an existing folder, not 5"),
-        (True, TypeError, "existing folder, not True"),
-        (b"/tmp", TypeError, "existing folder, not b'/tmp'"),
+        (5, TypeError, "disk_path = 5; a str or a Path of an existing folder is allowed"),
+        (True, TypeError, "disk_path = True; a str or a Path"),
+        (b"/tmp", TypeError, "disk_path = b'/tmp'; a str or a Path"),
     ],
 )
 def test_what_is_no_folder_is_refused_and_left_alone(
@@ -176,7 +176,7 @@ def test_a_folder_that_we_may_not_write_to_is_refused(tmp_path: Path, monkeypatc
     tmp_path.chmod(0o555)
     if os.geteuid() == 0:  # who may write anywhere but on a disk that is mounted to be read
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    with pytest.raises(ValueError, match=f"disk_path = '{tmp_path}' must be a folder that we may write to"):
+    with pytest.raises(ValueError, match=f"disk_path = '{tmp_path}' must be a writable folder"):
         MemoryBudget(disk_path=tmp_path)
 
 

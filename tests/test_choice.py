@@ -124,9 +124,9 @@ class TestChoice:
         assert choose(policy, sizes(2080, answer=32), MemoryBudget()).policy == plain
 
     def test_what_was_not_decided_does_not_start(self):
-        with pytest.raises(TypeError, match="policy 'auto' is decided before a call"):
+        with pytest.raises(TypeError, match="policy 'auto' cannot run"):
             Auto().start()
-        with pytest.raises(ValueError, match="option 'top_m': policy 'auto' has none; name the policy"):
+        with pytest.raises(ValueError, match="option 'top_m': policy 'auto' has no options"):
             make_policy("auto", top_m=2)
 
 

@@ -63,7 +63,7 @@ def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.Captur
         (["x", "--policy-option", "refresh_interval"], "NAME=VALUE"),
         (["x", "--model", "no/such-model"], "hf download no/such-model"),
         (["x", "--memory", "1MiB"], "the device tier needs"),
-        (["x", "--prompt-file", "y"], "not both"),
+        (["x", "--prompt-file", "y"], "pass one of them"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["x", "--temperature", "nan"], "temperature = nan"),
         (["sort: Max Ada", ""], "prompt 1 is empty: ''"),
@@ -159,9 +159,9 @@ def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
     assert all(f"{flag} " in first.partition("memory below the device:")[0] for flag in common)
     assert all(f"--{name.replace('_', '-')} {name.upper()} under " in first + of_rules for name in COMMIT_OPTIONS)
     assert "--max-new-tokens MAX_NEW_TOKENS tokens of the answer; a multiple of `block_length` (default: 128)" in first
-    assert "--seed" not in own and "under drift_aware: below it a rise is of no help; in [0, `confidence" in of_rules
+    assert "--seed" not in own and "under drift_aware: confidence above which a rise lets" in of_rules
     rules = "threshold, quota, drift_aware, joint_threshold"
-    assert f"under {rules}: a candidate passes from this confidence on; in [0, 1] memory" in first
+    assert f"under {rules}: least confidence of a candidate that passes; in [0, 1] memory" in first
 
 
 def test_uniform_noise(capsys: pytest.CaptureFixture[str]):

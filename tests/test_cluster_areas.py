@@ -197,8 +197,8 @@ HIDDEN = random(2, 40, 6)
         ({"clusters": 5, "valid": torch.arange(40).expand(2, -1) < 4}, "allowed: 1 to 4"),
         ({"hidden": torch.full((2, 40, 6), torch.nan)}, "not finite"),
         ({"hidden": -torch.inf * HIDDEN}, "not finite"),
-        ({"hidden": 3e38 * HIDDEN}, "beyond float32"),
-        ({"hidden": 1e300 * HIDDEN.double()}, "beyond float32"),
+        ({"hidden": 3e38 * HIDDEN}, "exceeds float32"),
+        ({"hidden": 1e300 * HIDDEN.double()}, "exceeds float32"),
     ],
 )
 def test_what_is_refused(arguments: dict, message: str):

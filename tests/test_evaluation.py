@@ -249,7 +249,7 @@ def test_greedy_over_a_temperature_is_said_once(runtime: Runtime, caplog: pytest
     ("gen_kwargs", "message"),
     [
         ({"max_gen_tok": 3}, "unknown option 'max_gen_tok'; did you mean 'max_gen_toks'"),
-        ({"num_beams": 4}, "num_beams = 4 means nothing to a diffusion model; 1 is allowed"),
+        ({"num_beams": 4}, "num_beams = 4 is not for diffusion models; 1 is allowed"),
         ({"until": 3}, "to be of type .* but got 3"),
         ({"max_gen_toks": 0}, "max_new_tokens = 0"),
         ({"max_gen_toks": "long"}, "invalid literal for int.* 'long'"),
@@ -304,7 +304,7 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     assert (budget.cap(Tier.DEVICE), budget.cap(Tier.HOST)) == (64 * 2**20, 8 * 2**20)
     assert lm.defaults == {"confidence_threshold": 0.9, "max_gen_toks": 64}
     if not torch.cuda.is_available():
-        assert lm.device == torch.device("cpu") and "no CUDA here for device = 'cuda:0'" in caplog.text
+        assert lm.device == torch.device("cpu") and "device = 'cuda:0', but there is no CUDA" in caplog.text
 
 
 def test_a_model_without_a_tokenizer(write_checkpoint: Any):

@@ -133,6 +133,6 @@ def test_rolling_sums_windows_of_the_models_context(lm: TieredLM):
 def test_uniform_noise_has_no_such_bound():
     lm = TieredLM("embedded-uniform", policy="none")
     with pytest.raises(
-        NotImplementedError, match=r"'embedded-uniform' \(gidd\) knows uniform noise: tasks that generate"
+        NotImplementedError, match=r"'embedded-uniform' \(gidd\) has uniform noise: tasks that generate"
     ):
         score(lm, "copy: Ada", " Ben")

@@ -64,7 +64,7 @@ def largest(weight: Tensor):
 BROKEN: dict[str, list[tuple[Callable[[Tensor], object], str]]] = {
     # What layers make of the last is finite in every number, and the next norm would make zeros of it.
     "float32": [(nan, "A weight"), (infinite, "A weight"), (times(1e25), "A weight")],
-    "float16": [(largest, "float16 ends at 65504: dtype = 'bfloat16' or 'float32'")],
+    "float16": [(largest, "float16 ends at 65504; load with dtype = 'bfloat16' or 'float32'")],
 }
 
 
@@ -100,7 +100,7 @@ def test_every_policy_names_the_layer(variant: str, dtype: str):
     damages, causes = zip(*BROKEN[dtype], strict=True)
     rule = rule_for(runtime) | {"max_new_tokens": 6, "block_length": 3}
     for error, cause in zip(breaks(runtime, values_of(runtime.model, 1), *damages, **rule), causes, strict=True):
-        assert error.what == "the norm of what layer 1 puts out" and cause in error.hint, error
+        assert error.what == "the norm of the output of layer 1" and cause in error.hint, error
         assert "forward 0 of the call, in sequences [0, 1] of the batch" in str(error)
         assert error.answers is not None and error.answers.shape == (2, 6)
         assert (error.answers == runtime.model.mask_token_id).all()
@@ -114,7 +114,7 @@ def test_every_policy_names_the_layer(variant: str, dtype: str):
 def test_every_family(family: str, options: Mapping[str, Any], variant: str):
     runtime = runtime_of(variant, family)
     (error,) = breaks(runtime, values_of(runtime.model, 1), nan, seed=3, **options)
-    assert error.what == "the norm of what layer 1 puts out"
+    assert error.what == "the norm of the output of layer 1"
 
 
 HEAD = "the product of the last norm and the output weights"
@@ -124,7 +124,7 @@ HEAD = "the product of the last norm and the output weights"
     ("weight", "damage", "options", "what"),
     [
         ("wte.weight", nan, {"cfg_scale": 0.5}, "the norm of a token's embedding"),
-        ("blocks.0.attn_norm.weight", times(math.nan), {}, "the norm of what layer 0 puts out"),
+        ("blocks.0.attn_norm.weight", times(math.nan), {}, "the norm of the output of layer 0"),
         ("ln_f.weight", times(math.inf), {"temperature": 0.5, "top_p": 0.9}, HEAD),
         ("ff_out.weight", nan, {"remasking": "random"}, HEAD),
         ("ff_out.weight", infinite, {"threshold": 0.9}, HEAD),
@@ -146,7 +146,7 @@ def test_where_layers_are_streamed(variant: str):
         GOLDENS / FAMILIES["llada"], policy=resident.policy, dtype="float32", memory=budget
     )
     (error,) = breaks(runtime, values_of(runtime.model, 1), nan)
-    assert error.what == "the norm of what layer 1 puts out"
+    assert error.what == "the norm of the output of layer 1"
     assert runtime.generate(IDS, **SIZES).memory.moved["host->device"] > 0
 
 

@@ -68,16 +68,16 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
     [
         ({"maxtokens": 5}, "maxtokens", "did you mean 'max_tokens'"),
         ({"qqqqqqqq": 5}, "qqqqqqqq", "unknown field 'qqqqqqqq'$"),
-        ({"logprobs": True}, "logprobs", "not served here, and not ignored"),
-        ({"logprobs": 0}, "logprobs", "not served"),
-        ({"tools": [{"type": "function"}]}, "tools", "not served"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not served"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template", "not served"),
-        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "not served"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not served"),
-        ({"output_history": True}, "output_history", "not served"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not served"),
-        ({"model": 5}, "model", "model = 5 is no string"),
+        ({"logprobs": True}, "logprobs", "not supported here, and not ignored"),
+        ({"logprobs": 0}, "logprobs", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"output_history": True}, "output_history", "not supported"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"model": 5}, "model", "model = 5; a string is allowed"),
         ({"n": 0}, "n", "n = 0"),
         ({"n": 5}, "n", "are 5; at most 4"),
         ({"n": True}, "n", "n = True"),
@@ -85,7 +85,7 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"seed": -(2**63) - 1}, "seed", "seed = -9223372036854775809"),
         ({"seed": 1.5}, "seed", "seed = 1.5"),
         ({"stream": 1}, "stream", "stream = 1"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "beside stream = true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "together with stream = true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "has no 'usage'"),
         ({"stop": ["a"] * 5}, "stop", "stop has 5 strings"),
         ({"stop": ""}, "stop", "1 to 256 characters"),
@@ -96,12 +96,12 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"max_tokens": 10, "max_completion_tokens": 20}, "max_completion_tokens", "different lengths"),
         ({"max_tokens": 10, "block_length": 0}, "block_length", "block_length = 0"),
         ({"steps": 4, "diffusion_steps": 5}, "diffusion_steps", "contradicts steps = 4"),
-        ({"messages": []}, "messages", "with a message"),
-        ({"messages": "hello"}, "messages", "with a message"),
+        ({"messages": []}, "messages", "at least one message"),
+        ({"messages": "hello"}, "messages", "at least one message"),
         ({"messages": ["hello"]}, "messages", "a message is an object"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "role = 'tool'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "content is text"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "no file"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "files, images and URLs are not"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages", "tool_calls in a"),
         ({"prompt": "hello"}, "prompt", "unknown field 'prompt'"),
     ],
@@ -130,7 +130,7 @@ def test_bad_prompts_of_completions(prompt: object):
     if prompt == "":  # the runtime says what is wrong with it
         assert read(chat=False, prompt=prompt).prompts == [""]
         return
-    with pytest.raises(RefusedBody, match="prompt is a string"):
+    with pytest.raises(RefusedBody, match="prompt must be a string"):
         read(chat=False, prompt=prompt)
 
 

@@ -1,4 +1,5 @@
-"""README.md and docs/: samples run, command lines name what exists, links lead somewhere, and pages are short."""
+"""README.md and docs/: samples run, command lines name what exists, links lead somewhere, and pages are short. And the
+English of docstrings."""
 
 import ast
 import importlib
@@ -46,6 +47,10 @@ PARSED = {"tiered serve embedded --port 8000": "it serves until a signal comes; 
 LONGEST = 30
 LONG = {"docs/embedded-model.md": 12, "docs/polestar.md": 3}
 PERSONS = {"docs/embedded-model.md": 2}  # they are persons
+# Sentences of docstrings that are too long or have words that DESIGN forbids, by room. May only fall.
+PLAIN = {"forward": 63, "kernels": 33, "models": 16, "offload": 13, "planning": 18, "tiers": 22}
+ROOMS = ["api", *sorted(f.name for f in (ROOT / "tiered").iterdir() if f.is_dir() and "__" not in f.name)]
+BANNED = r"^(?:[\w*, ]+: )?(?:what|whoever|who|those|where)\b(?!:)|\b(?:hangs? on|but for|told|hears?)\b|\bNone:"
 # Modules whose names the samples of a page use without importing them, and code that runs after its samples.
 MODULES = {
     "docs/adding.md": (
@@ -196,9 +201,9 @@ def test_pages_are_short(page: str):
     assert len(by_hand(page).split()) <= words
 
 
-def sentences(page: str) -> Iterator[str]:
-    """Those of a page's text: no code, no tables, no headings. What is in backticks counts as a word."""
-    text = re.sub(r"^```.*?^```$", "", by_hand(page), flags=re.M | re.S)
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page's text, without code, tables and headings. Text in backticks counts as one word."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     text = re.sub(r"^(?:\||#|    |!\[).*$", "", text, flags=re.M)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
@@ -207,11 +212,27 @@ def sentences(page: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_are_short_and_no_object_is_a_person(page: str):
-    found = list(sentences(page))
+    found = list(sentences(by_hand(page)))
     long = [sentence for sentence in found if len(sentence.split()) > LONGEST]
     assert len(long) <= LONG.get(page, 0), long
     persons = [s for s in found if re.search(r"\b(?:nobody|somebody|anybody|whoever|hangs? on)\b", s, re.I)]
     assert len(persons) <= PERSONS.get(page, 0), persons
+
+
+def docstrings(room: str) -> Iterator[str]:
+    """Docstrings as text of a page: without indented examples, and with a paragraph for each argument."""
+    files = (ROOT / "tiered").glob("*.py") if room == "api" else (ROOT / "tiered" / room).rglob("*.py")
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = re.sub(r"\n\n(?: +[^\n]*\n?)+", "\n\n", ast.get_docstring(node) or "")
+            yield re.sub(r"\n +", "\n", re.sub(r"\n +(?=[\w*][\w*, ]*: )", "\n\n", text))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_are_plain(room: str):
+    found = [sentence for text in docstrings(room) for sentence in sentences(text)]
+    bad = [s for s in found if len(s.split()) > LONGEST or re.search(BANNED, s, re.I)]
+    assert len(bad) <= PLAIN.get(room, 0), bad
 
 
 def test_every_page_is_in_the_navigation():

@@ -255,7 +255,7 @@ def test_a_policy_is_changed_without_loading_again(embedded: Runtime):
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_runtime_is_neither_copied_nor_pickled(embedded: Runtime, way: Callable[[object], object]):
     with pytest.raises(
-        TypeError, match=r"<Runtime 'embedded': .* neither copied nor pickled.*`with_policy`.*each process"
+        TypeError, match=r"<Runtime 'embedded': .* cannot be copied or pickled.*`with_policy`.*another process"
     ):
         way(embedded)
 

@@ -252,7 +252,7 @@ def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionMo
     scheduler.step()
     ended: list[Request] = []
     waiting = [scheduler.submit(asked, on_end=ended.append) for _ in range(2)]
-    with pytest.raises(BusyError, match="2 requests wait; at most 2 may"):
+    with pytest.raises(BusyError, match="2 requests wait, the most allowed"):
         scheduler.submit(asked)
     scheduler.drain("going")
     assert ended == waiting and all(isinstance(request.error, ClosedError) for request in waiting)
@@ -357,5 +357,5 @@ def test_bad_numbers_are_named(options: dict[str, Any], error: type[Exception], 
 
 def test_a_request_is_one_prompt():
     runtime = runtime_of("llada", "none", {})
-    with pytest.raises(ValueError, match="one prompt, not 2"):
+    with pytest.raises(ValueError, match="the call has 2 prompts; one is allowed"):
         Scheduler(runtime).submit(runtime.prepare(ids_of(8).repeat(2, 1), max_new_tokens=16))

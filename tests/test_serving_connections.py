@@ -74,7 +74,7 @@ def test_connections_without_a_request_shut_nobody_out_and_are_closed(runtime: R
         check_served(served, Authorization="Bearer secret")
         answers = [connection.recv(1000) for connection in connections]
     assert not any(answers[::3]), "nothing was sent, and nothing is answered"
-    assert {error_of(answer) for answer in answers[1::3]} == {(408, "the headers did not come in 2 s")}
+    assert {error_of(answer) for answer in answers[1::3]} == {(408, "the headers did not arrive within 2 s")}
 
 
 def test_headers_that_come_in_drops_and_those_behind_an_answer_have_their_time(runtime: Runtime):
@@ -143,5 +143,5 @@ def test_told_to_end_the_server_refuses_what_comes_and_ends_streams_in_an_error(
                 list(stream)
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in told] == [
-        "tiered: the server ends; answers under way that end in an error: 3"
+        "tiered: the server ends; unfinished answers end with an error: 3"
     ]

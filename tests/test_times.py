@@ -183,7 +183,7 @@ class TestDevices:
     def test_what_holds_no_rates_is_named(self, tmp_path: Path, text: str):
         path = tmp_path / "rates.json"
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"rates\.json' holds no rates, which `tiered rates --out` writes"):
+        with pytest.raises(ValueError, match=r"rates\.json' holds no rates; write the file by `tiered rates --out`"):
             tiered.plan("embedded", context=256, device=str(path))
         with pytest.raises(ValueError, match="unknown device 'rtx4091'; did you mean 'rtx4090'"):
             tiered.plan("embedded", context=256, device="rtx4091")

@@ -210,8 +210,8 @@ def test_a_plain_view_that_fails_ends_with_one_note(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--slow", "1"], "go with --watch"),
-        (["--watch-svg", "x.svg"], "go with --watch"),
+        (["--slow", "1"], "need --watch"),
+        (["--watch-svg", "x.svg"], "need --watch"),
         (["--watch", "--slow", "-1"], "--slow -1"),
         (["--watch", "--slow", "nan"], "--slow nan"),
         (["--watch", "--watch-svg", "no/such/folder/x.svg"], "no folder no/such/folder"),

@@ -5,7 +5,7 @@
         out = runtime.generate("sort: Nora Ben Ivan Cleo", max_new_tokens=32)
     out.text, out.num_forwards, out.memory.peak_device_bytes
 
-Names are imported when they are first used, so that `import tiered` and the help of commands come at once.
+Names are imported at their first use, so that `import tiered` and the help of commands are fast.
 """
 
 import importlib

@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> int:
-    """`tiered.cli.main.main`. Ctrl-C ends it with 130 and no message, also while that module is imported."""
+    """`tiered.cli.main.main`. Ctrl-C exits with status 130 and no message, even during that module's import."""
     try:
         from tiered.cli.main import main as run
 

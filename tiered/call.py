@@ -1,4 +1,4 @@
-"""What one call takes of every tier, booked before it begins."""
+"""The bytes of one call in every tier, booked before it begins."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,8 +28,8 @@ from tiered.tiers.tiers import Tiers
 class CallContext:
     """Books the calls of one model in one ledger, and makes their tiers.
 
-    Calls of one thread may take turns. Calls of several threads run side by side, unless layers of the weights are
-    streamed: their ring, and the matrices of the model, serve one thread at a time.
+    Calls of one thread may take turns. Calls of several threads run in parallel, unless layers of the weights are
+    streamed: their ring and the model's matrices serve one thread at a time.
     """
 
     def __init__(
@@ -40,8 +40,12 @@ class CallContext:
         kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
-        """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
-        values. `weights`: those of the model that may leave the device; None if all stay."""
+        """
+        Args:
+            transport: makes a call's transport between the tiers; None for the device's own.
+            kv: code of keys and values; None for raw ones.
+            weights: weights of the model that may leave the device; None if all stay.
+        """
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self.kv = kv
@@ -54,12 +58,12 @@ class CallContext:
         self._pool = HostPool(ledger, self.device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
-        # What there is beside both.
+        # Bytes beside the idle ones and the streamed weights.
         self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
 
     @property
     def model(self) -> DiffusionModel:
-        """What calls run. Raises `ValueError` once it is closed."""
+        """The model. Raises `ValueError` if the runtime is closed."""
         if self._loaded is None:
             raise ValueError("the runtime is closed; load the model again with tiered.from_pretrained")
         return self._loaded
@@ -73,7 +77,7 @@ class CallContext:
         return self._loaded is None
 
     def close(self) -> None:
-        """Let the model and the host memory that calls share go, and take both off the books."""
+        """Drop the model and the host memory that calls share, and release both in the ledger."""
         self._loaded = None
         if self._weights is not None:
             self._weights.close()
@@ -82,7 +86,7 @@ class CallContext:
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
     def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallShape:
-        """The sizes of a call of this model; `more` of them as in `CallShape`."""
+        """The sizes of a call of this model; `more`: other fields of `CallShape`."""
         return CallShape(
             shape=self.model.shape,
             batch=batch,
@@ -96,7 +100,7 @@ class CallContext:
         )
 
     def check_alone(self, policy: Policy, sizes: CallShape) -> None:
-        """Raise `TierCapacityError` if a tier has no room for such a call even without other calls."""
+        """Raise `TierCapacityError` if a tier has no room for the call even without other calls."""
         self._needed(policy, sizes, self._standing, self._weights)
 
     def _needed(
@@ -129,16 +133,19 @@ class CallContext:
         *,
         reported: ExitStack | None = None,
     ) -> Iterator[tuple[Tiers | None, CallBytes]]:
-        """Book the bytes of a call, and those of the device that its inspector takes (`inspected`), while the `with`
-        lasts. It waits while layers of the weights are streamed to another thread.
+        """Book the bytes of a call while the `with` lasts. It waits while layers of the weights are streamed to another
+        thread.
 
-        `reported`: stack of a call whose memory is reported. The ledger counts peaks anew, unless another call is under
-        way. If layers of the weights are streamed, no other thread's call begins before the stack is closed.
+        Yields the call's tiers, None if nothing leaves the device, and its bytes.
 
-        Gives the call's tiers, None if nothing leaves the device, and its bytes.
+        Args:
+            inspected: device bytes of the call's inspector, by account.
+            reported: stack of a call that reports its memory. The ledger restarts its peaks, unless another call is
+                under way. If layers of the weights are streamed, no other thread's call begins before the stack is
+                closed.
 
         Raises:
-            TierCapacityError: a tier has no room for all of it.
+            TierCapacityError: a tier has no room for the call.
         """
         with ExitStack() as own, ExitStack() as call:
             turn = own if reported is None else reported
@@ -165,7 +172,7 @@ class CallContext:
         self, policy: Policy, sizes: CallShape, inspected: Mapping[Account, int], *, reported: bool
     ) -> CallBytes:
         ledger = self._ledger
-        # The layers that another call uses stay where they are.
+        # Layers that another call uses cannot move.
         weights = None if self._under_way else self._weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
@@ -174,10 +181,10 @@ class CallContext:
             weights.settle(needed.weights)
             weights.restart()
             own = weights.held()
-        if reported and not self._under_way:  # the report has nothing of the load, or of the call before
+        if reported and not self._under_way:  # the report leaves out the load and the call before
             ledger.restart_peaks()
             restart_allocator_peak(self.device)
-        # A call that cannot end does not begin: all that it will book as records come must fit.
+        # A call that cannot end does not begin: the records that it books later must fit too.
         for tier, amounts in needed.tiers(ledger.budget).items():
             ledger.require(sum(amounts.values()) - own[tier], tier)
         return needed

@@ -1,4 +1,4 @@
-"""A prepared call put together: its canvas, its features, its forward, and the loop over them."""
+"""Makes the canvas, the feature store, the forward and the loop of a prepared call."""
 
 import torch
 
@@ -35,10 +35,10 @@ def denoiser(
     streamer: Streamer | None = None,
     inspector: Inspector | None = None,
 ) -> Denoiser:
-    """The loop of a call, whose bytes are booked; `tiers`, `needed`: from `CallContext.booked`."""
+    """The loop of a call whose bytes are booked; `tiers`, `needed`: from `CallContext.booked`."""
     model, device = context.model, context.device
     options, sizes, policy, shape = call.options, call.sizes, call.choice.policy, model.shape
-    # A call that draws nothing leaves torch's default stream alone.
+    # A call without random numbers does not advance torch's default stream.
     draws = options.draws or (call.prior is None and shape.noise == "uniform")
     generators = Generators(options.seed if draws else 0, sizes.batch, device)
     prior = call.prior
@@ -86,8 +86,8 @@ def denoiser(
 
 
 def uncached(context: CallContext, prompts: Prompts, block_length: int | None = None) -> Forward:
-    """A forward over all of `prompts`, with a store that every layer overwrites. `block_length`: length of the blocks
-    that rows see; None for a model whose rows see the whole canvas."""
+    """A forward over all of `prompts`, with a store that every layer overwrites. `block_length`: block length of a
+    block-causal model; None for a model whose rows see the whole canvas."""
     (batch, length), policy = prompts.ids.shape, row_schedule("none")
     sizes = context.sizes(batch, length, length)
     padded = not bool(prompts.mask.all())

@@ -1,4 +1,4 @@
-"""From what a caller passes (text, chats, ids) to prompts that a canvas can hold, with every check on the way."""
+"""Reads and checks a caller's text, chats or ids as prompts for a canvas."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ _ALLOWED_IDS = "a LongTensor [batch, length], a numpy array or lists of ints"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts in the caller's own layout: any padding, on any side."""
+    """Prompts as the caller padded them, on any side."""
 
     ids: Int[Tensor, "batch length"]
     mask: Bool[Tensor, "batch length"]
@@ -54,24 +54,25 @@ def read_inputs(
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
     A string is a user's message if the tokenizer has a chat template; without one, or with `raw`, it is continued as it
-    stands. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
-    prompt, or several, padded on the left), or what a tokenizer returns (a mapping with `input_ids`).
+    is. Ids are a tensor or a numpy array [batch, length], lists of ints (one prompt, or several, padded on the left),
+    or a tokenizer's output (a mapping with `input_ids`).
 
     Args:
-        encoded: arguments beside `inputs`, each None or not given for none. `input_ids`: ids in place of `inputs`.
-            `attention_mask`: of the ids' shape, 0 at padding on any side; None for the mask in `inputs`, else no
-            padding. `token_type_ids`: zeros, which tokenizers return and models here have no embedding for.
+        encoded: arguments beside `inputs`, each None or absent for none. `input_ids`: ids in place of `inputs`.
+            `attention_mask`: mask of the ids' shape, 0 at padding on any side; None for the mask in `inputs`, or no
+            padding. `token_type_ids`: zeros, which tokenizers return; the models have no embedding for them.
+        tokenizer_missing: reason in the error for text without a tokenizer.
 
     Raises:
-        TypeError: no inputs, or two; another kind of input; a mask beside text, or `raw` beside chats.
-        ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text
-            without a tokenizer (`tokenizer_missing` says why there is none).
+        TypeError: no inputs, or two; another kind of input; a mask beside text; `raw` beside chats.
+        ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text without
+            a tokenizer.
     """
     check_switch("raw", raw)
     given, attention_mask = _given(inputs, {name: encoded.get(name) for name in ENCODED})
     if not _are_ids(given):
         if attention_mask is not None:
-            raise TypeError("attention_mask goes with token ids; text is padded and masked here")
+            raise TypeError("attention_mask is for token ids; leave it out with text, which is padded and masked here")
         if tokenizer is None:
             raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
         rows = _encode(given, tokenizer, raw)
@@ -84,14 +85,14 @@ def read_inputs(
         return _checked(ids, filled, vocab_size)
     mask, as_long = _padded("attention_mask", attention_mask, 0)
     if mask.shape == ids.shape and not torch.equal(filled, as_long):
-        raise ValueError("attention_mask has rows of other lengths than the ids")
+        raise ValueError("attention_mask has rows of other lengths than the ids; equal lengths are allowed")
     return _checked(ids, mask, vocab_size)
 
 
 def _given(inputs: object, encoded: dict[str, Any]) -> tuple[Any, Any]:
     """The one argument that holds the prompts, and its mask."""
     if inputs is not None and encoded["input_ids"] is not None:
-        raise TypeError("inputs and input_ids are both given; one of them is allowed")
+        raise TypeError("inputs and input_ids are both given; pass only one of them")
     whole = encoded["input_ids"] if inputs is None else inputs
     if isinstance(whole, Mapping) and "input_ids" in whole:
         inputs, encoded = None, encoded | {"input_ids": None}
@@ -99,7 +100,7 @@ def _given(inputs: object, encoded: dict[str, Any]) -> tuple[Any, Any]:
             if name not in encoded:
                 raise TypeError(f"inputs hold {name!r}; {', '.join(encoded)} are allowed")
             if encoded[name] is not None:
-                raise TypeError(f"{name} is given twice: in the inputs, and by its name")
+                raise TypeError(f"{name} is given twice, in the inputs and as an argument; pass it once")
             encoded[name] = value
     ids, types = encoded["input_ids"], encoded["token_type_ids"]
     if inputs is None and ids is None:
@@ -161,7 +162,7 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> li
             return [_ids(str(text), tokenizer) for text in inputs]
         for i, text in enumerate(inputs):
             if not text.strip():
-                raise ValueError(f"prompt {i} is empty: {text!r:.80} says nothing")
+                raise ValueError(f"prompt {i} is empty: {text!r:.80} is blank")
             _check_text(text)
         chats: list[Any] = [[{"role": "user", "content": text}] for text in inputs]
     else:
@@ -169,7 +170,7 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> li
     for chat in chats:
         _check_chat(chat)
     if raw:
-        raise TypeError("raw = True goes with strings; chats go through the chat template")
+        raise TypeError("raw = True is for strings; chats need the chat template")
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; pass the prompt as a string")
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
@@ -187,7 +188,7 @@ def _check_text(text: str) -> None:
     if lone:
         raise ValueError(
             f"a prompt holds {lone[0]!r} at character {lone.start()}, half of a surrogate pair; text that UTF-8 can "
-            f"write is allowed: {text!r:.80}"
+            f"encode is allowed: {text!r:.80}"
         )
 
 
@@ -203,7 +204,7 @@ def check_readable(name: str, tensor: Tensor) -> None:
     """Raise `ValueError` if `tensor`, the argument `name`, is not dense or has no values."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
-        raise ValueError(f"{name} is a tensor of the kind {kind}; a dense one with values is allowed")
+        raise ValueError(f"{name} is a {kind} tensor; a dense one with values is allowed")
 
 
 def _checked(ids: Tensor, attention_mask: Tensor, vocab_size: int) -> Prompts:

@@ -45,7 +45,7 @@ from tiered.tiers.host_pool import HostPool
 from tiered.tiers.tiers import check_disk
 
 LEAST_HINT = (
-    "that loads the model, and calls take more (`tiered.plan` says how much); or keep the weights in fewer bits: "
+    "this loads the model alone, calls take more (see `tiered.plan`); or keep the weights in fewer bits: "
     "weights = 'fp8', 'int4', 'int4+head', …"
 )
 
@@ -68,29 +68,30 @@ def from_pretrained(
     Args:
         path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, "embedded",
             "embedded-uniform", "embedded-blocks" or "embedded-fresh".
-        policy: caching policy, by name (with `policy_options`) or as an object; "auto": chosen before each call
+        policy: caching policy, by name (with `policy_options`) or as an object; "auto" to choose one before each call
             (`Runtime.choose`).
-        memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
-        dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
-        device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
-        weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
-            "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
-            on no budget. What a checkpoint has in codes stays in them. Layers that the device has no room for are
-            streamed from host memory, or from the checkpoint's files; a warning says what a code would save.
-        kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
-            little: answers depend on it, and on no budget. Layers that the device has no room for are streamed.
-        rope_theta: another base of the rotation, for contexts past the trained one, or of a checkpoint that was trained
-            further; None: the config's.
-        rope_scaling: in place of the config's, as config.json has it ("linear", "ntk", "yarn"), or as "yarn:4";
-            "default": none; None: the config's. `generate` then takes so many times the trained positions.
+        memory: hard cap on the runtime's bytes: a size of the device tier, or a `MemoryBudget`; None for no cap.
+        dtype: dtype of weights, features and activations: "float32", "bfloat16", "float16", or "auto" for the
+            checkpoint's.
+        device: "cpu", "cuda", "cuda:N", or "auto" for CUDA if there is any.
+        weights: code of the layers' matrices: "raw" for `dtype`, "fp8" or "int8" (1 byte an element), "nvfp4" or "int4"
+            (a little over half a byte). "+head" codes the embedding and the head too. Weights that the checkpoint has
+            in a code stay in it. Answers depend on the code, and on no budget. Layers without room on the device are
+            streamed from host memory or from the checkpoint's files; a warning then says how much a code would save.
+        kv: code of keys and values: "raw" for `dtype`, "fp8" (1 byte an element) or "nvfp4" (a little over half a
+            byte). Answers depend on the code, and on no budget. Layers without room on the device are streamed.
+        rope_theta: base of the rotation, for contexts past the trained one or a checkpoint that was trained further;
+            None for the config's.
+        rope_scaling: scaling of the rotation, as config.json writes it ("linear", "ntk", "yarn") or as "yarn:4";
+            "default" for none, None for the config's. `generate` then takes the trained positions times the factor.
 
     Raises:
         TierCapacityError: the device budget has no room for the embedding, the head, two layers and a forward, or the
-            disk has less free than the disk budget; nothing has been loaded.
-        OSError: no file can be made in the budget's `disk_path`; or Triton, where it is installed, cannot compile a
-            kernel for a CUDA device: the error says what to install, and nothing has been read.
-        NonFiniteError: a weight is NaN or infinite, or would be in `dtype`.
-        ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
+            disk has less free space than the disk budget. Nothing has been loaded.
+        OSError: no file can be created in the budget's `disk_path`, or an installed Triton cannot compile a kernel for
+            the CUDA device. The error says what to install; nothing has been read.
+        NonFiniteError: a weight is NaN or infinite, or becomes so in `dtype`.
+        ValueError, TypeError, FileNotFoundError: an invalid checkpoint or argument, named in the message.
     """
     check_arguments(from_pretrained, policy, policy_options)
     chosen = make_policy(policy, **policy_options)
@@ -126,13 +127,13 @@ def from_pretrained(
 
 
 def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
-    """Why the budget is more than the device has; None: it is not, or the device is no GPU."""
+    """A warning if the budget exceeds the free memory of a GPU; None otherwise."""
     cap, free = budget.cap(Tier.DEVICE), available_bytes(device)
     if cap is None or free is None or cap <= free:
         return None
     return (
-        f"memory = {format_bytes(cap)} for {device}, which has {format_bytes(free)} left for this process: the CUDA "
-        "context and other programs take the rest, and a call that needs it will run out of memory"
+        f"memory = {format_bytes(cap)}, but {device} has {format_bytes(free)} left for this process, beside the CUDA "
+        "context and other programs: a call that needs more will run out of memory; lower `memory`"
     )
 
 
@@ -141,7 +142,7 @@ def _form(name: str, codes: Mapping[str, WeightCode], model: DiffusionModel) -> 
         return WeightForm.of(name)
     held = held_form(codes, model.config.parameter_names, model.shape)
     if name not in (RAW, str(held)):
-        raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' keeps")
+        raise ValueError(f"weights = {name!r}, but the checkpoint has them in {held}: 'raw' keeps that code")
     return held
 
 
@@ -156,9 +157,10 @@ def load_weights(
     form: WeightForm = RAW_WEIGHTS,
     transport: Callable[[], Transport] | None = None,
 ) -> StreamedWeights:
-    """Fill `model`, which was built on the meta device, one tensor at a time, each right where it belongs: on the
-    device, or in the record of a streamed layer, as many of which there are as the budget needs for a least call.
-    `transport` makes what carries copies; None: by device.
+    """Fill `model`, which was built on the meta device, one tensor at a time.
+
+    Each tensor goes straight to its place, on the device or in the record of a streamed layer. As few layers are
+    streamed as leave room for the smallest call. `transport` makes the transport of copies; None for the device's own.
 
     Raises:
         TierCapacityError: no call fits; nothing was read.
@@ -168,7 +170,7 @@ def load_weights(
     files = {} if form.code else records_in_files(checkpoint, model, dtype)
     least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
-    # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
+    # No call runs while the model loads, but a raw tensor lies beside its coded copy and may take more than a call.
     names, pieces = model.config.parameter_names, model.config.pieces
     coded = [name for name, own in names.items() if shape.is_matrix(own) or (form.head and own in TABLES)]
     largest = max(prod(shape.weight_shapes[name]) for name in coded) * dtype.itemsize if form.code else 0
@@ -186,12 +188,12 @@ def load_weights(
             own, rows = names[official], pieces.get(official)
             code, room = form.code if records.may_be_coded(own) else None, 0
             as_dtype = getattr(torch, dtype_of(own, name))
-            if code is not None:  # the raw tensor stands beside what it becomes
+            if code is not None:  # the raw tensor lies beside its coded copy
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
                 into = weights.room(own, rows)
                 weight = checkpoint.read(official, dtype=as_dtype, device=device, code=code, into=into)
-                # The head alone may be in a code in the files: it is kept as the embedding is.
+                # The checkpoint may have a coded head beside a raw embedding: the head is decoded then.
                 decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
                 weights.place(own, weight.values() if decoded else weight, rows)
         weights.note()

@@ -39,47 +39,49 @@ def _with_rule_options(cls: type[T]) -> type[T]:
 @dataclass(frozen=True, kw_only=True)
 @_with_rule_options
 class GenerationOptions:
-    """How to denoise. The options of commit rules (`tiered.decoding.rules`) are options here too: None, or not given,
-    leaves them to the rule.
+    """Options of `generate`. The options of commit rules (`tiered.decoding.rules`) are fields too; None for the rule's
+    default.
 
     Attributes:
         max_new_tokens: tokens of the answer; a multiple of `block_length`.
-        block_length: tokens denoised together; None: 32, or the whole answer where it is shorter, and always under
-            `timestep` and `origin`. Where rows see blocks (SDAR, Nemotron-Labs): what the checkpoint was made for; any
-            `max_new_tokens` are rounded up to whole blocks, and docs/models.md says what is cut.
-        block_edges: where rows see blocks: whether these count from the "sequence"'s first token, or, in families with
-            a causal context (Nemotron-Labs), from the "prompt"'s end.
-        steps: forwards over all blocks that the rules `static`, `timestep` and `origin` spread their commits over; a
-            multiple of the number of blocks; None: as many as there are tokens. Where rows see blocks: of one block.
-        block_steps: forwards of a block, in place of `steps` over all of them.
-        minimal_topk: a block has no more steps than `max_new_tokens` have of so many tokens (LLaDA2.0); None: no such
-            bound.
-        commit: commit rule by name, or a `CommitRule`; None: the plainest one for the model that has all of the options
-            of rules that are given; `static`, for uniform noise `adaptive`, where rows see blocks `quota`, without any.
-        confidence: what ranks candidates: the "probability" of the proposed token, the "margin" of the most likely
-            token over the next, or the negative "entropy"; the rules that compare it with a number need probabilities.
-            Under `timestep` it is of the distribution that tokens are drawn from, else of the model's own.
-        remasking: what ranks candidates under `static`: their confidence ("low_confidence"), or chance ("random").
-        temperature: of Gumbel sampling; 0: argmax.
-        top_p: above temperature 0, and under `timestep`: only the most likely tokens that together first exceed this
-            probability, in (0, 1].
-        top_k: likewise, only so many most likely tokens, at least 1.
-        correction_steps: where noise makes tokens: once the answer is done all of it is open again, and each block gets
-            up to so many more steps of `adaptive` (arXiv 2503.04482, self-correction), under the same policy.
-        min_new_tokens: tokens of an answer, from its first on, that cannot be its end.
-        trailing_noise: columns of noise behind the answer, which are never denoised. The official sampler of GIDD fills
-            the model's whole context; an answer sees what stands behind it.
-        cfg_scale: classifier-free guidance; 0: none, above: every forward serves two canvases.
-        seed: of the call; sequence i of a batch uses seed + i. None: drawn from torch's default stream.
-        stop_tokens: ids that end an answer beside the end-of-sequence token; in text, with commas.
-        stop_at_eos: a sequence is done once an end-of-sequence token and everything in front of it is fixed.
-        eos_early_stop: whether it is done then within its block; False: when the block is finished. None: where rows
-            see blocks, as in the official sampler of the family; elsewhere within the block.
-        output_history: keep the canvas after every forward that changed it, on the host; the copies are the caller's
-            and count against no budget.
+        block_length: tokens denoised together. None for 32, but at most the answer, and under `timestep` and `origin`
+            the whole answer. Block-causal models (SDAR, Nemotron-Labs) need the length they were trained with, and
+            round `max_new_tokens` up to whole blocks (docs/models.md).
+        block_edges: start of the blocks of a block-causal model: the first token of the "sequence", or the end of the
+            "prompt" if its context is causal (Nemotron-Labs).
+        steps: forwards over all blocks, by which the rules `static`, `timestep` and `origin` divide their commits; a
+            multiple of the number of blocks. None for one a token. For a block-causal model it is another name of
+            `block_steps`.
+        block_steps: forwards of one block, in place of `steps` over all of them.
+        minimal_topk: least tokens a step: a block has at most `max_new_tokens // minimal_topk` steps (LLaDA2.0); None
+            for no bound.
+        commit: commit rule, by name or as a `CommitRule`. None for the simplest rule for the model with all given rule
+            options. Without such options it is `static`, `adaptive` for uniform noise, and `quota` for block-causal
+            models.
+        confidence: measure that ranks candidates: the "probability" of the proposed token, the "margin" between the two
+            most likely tokens, or the negative "entropy". Rules with a threshold need "probability". `timestep`
+            measures the distribution that it draws from, other rules the model's own.
+        remasking: order of candidates under `static`: by confidence ("low_confidence"), or "random".
+        temperature: temperature of Gumbel sampling; 0 for argmax.
+        top_p: probability in (0, 1]; tokens are drawn from the most likely ones that together first exceed it. It
+            applies above temperature 0 and under `timestep`.
+        top_k: number of most likely tokens to draw from, at least 1. It applies as `top_p`.
+        correction_steps: most steps of self-correction a block, for uniform noise (arXiv 2503.04482). When the answer
+            is done, all of it is open again and denoised by `adaptive`, under the same policy.
+        min_new_tokens: number of first tokens of an answer that cannot be its end.
+        trailing_noise: columns of noise behind the answer, which the answer sees and which are never denoised. GIDD's
+            official sampler fills the model's whole context with them.
+        cfg_scale: scale of classifier-free guidance; 0 for none. Above 0, every forward computes two canvases.
+        seed: seed of the call; sequence i of a batch uses seed + i. None for one drawn from torch's default stream.
+        stop_tokens: ids that end an answer beside the end-of-sequence token; separated by commas in text.
+        stop_at_eos: whether a sequence ends when an end-of-sequence token and all tokens before it are fixed.
+        eos_early_stop: whether a sequence ends at an end-of-sequence token within a block; False to finish the block
+            first. None for the official sampler's way in a block-causal family, and True elsewhere.
+        output_history: whether the canvas is kept after every forward that changed it. The copies are on the host and
+            count against no budget.
 
     Raises:
-        TypeError, ValueError: an option of the wrong type, out of range, or at odds with another one.
+        TypeError, ValueError: an option of the wrong type, out of range, or in conflict with another one.
     """
 
     max_new_tokens: int = 128
@@ -104,7 +106,7 @@ class GenerationOptions:
     eos_early_stop: bool | None = None
     output_history: bool = False
 
-    if TYPE_CHECKING:  # which sees no option of a rule
+    if TYPE_CHECKING:  # type checkers do not see the options of rules
 
         def __init__(self, **options: Any) -> None: ...
 
@@ -123,7 +125,7 @@ class GenerationOptions:
             if self.steps is not None:
                 raise ValueError(
                     f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "
-                    "of one; give one of them"
+                    "of one block; give one of them"
                 )
         if self.minimal_topk is not None:
             check_integer("minimal_topk", self.minimal_topk, least=1)
@@ -135,7 +137,7 @@ class GenerationOptions:
             raise ValueError(
                 f"min_new_tokens = {self.min_new_tokens} is more than max_new_tokens = {self.max_new_tokens}"
             )
-        self.sampling()  # checks its own
+        self.sampling()  # checks its own options
         check_number("cfg_scale", self.cfg_scale, least=0.0)
         if self.seed is not None:
             check_integer("seed", self.seed, least=0, most=2**62)
@@ -153,13 +155,11 @@ class GenerationOptions:
                 if self.confidence in COMMIT_RULES[name].confidences
             ]
             raise ValueError(
-                f"confidence = {self.confidence!r}, but the rule {rule.name!r} goes with {allowed}; "
-                f"with it go {' and '.join(others)}"
+                f"confidence = {self.confidence!r}, but the rule {rule.name!r} allows {allowed}; "
+                f"it is allowed with {' and '.join(others)}"
             )
         if self.remasking == "random" and rule.name != "static":
-            raise ValueError(
-                f"remasking = 'random' ranks candidates by chance: it goes with the rule 'static', not {rule.name!r}"
-            )
+            raise ValueError(f"remasking = 'random' needs the rule 'static', not {rule.name!r}")
 
     @property
     def block(self) -> int:
@@ -169,12 +169,12 @@ class GenerationOptions:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the answer; where they count from the prompt's first token there may be one more."""
+        """Number of blocks of the answer. If blocks count from the prompt's first token, there may be one more."""
         return -(-self.max_new_tokens // self.block)
 
     @property
     def steps_per_block(self) -> int:
-        """Forwards that a rule spreads one block's commits over; `static` never needs more than its tokens."""
+        """Number of forwards by which a rule divides one block's commits; under `static` at most the block's tokens."""
         steps = self.block_steps or (self.max_new_tokens if self.steps is None else self.steps) // self.blocks
         if self.minimal_topk is not None:
             steps = max(1, min(steps, self.max_new_tokens // self.minimal_topk))
@@ -225,18 +225,18 @@ class GenerationOptions:
         shape: ModelShape,
         name: str = "model",
     ) -> "GenerationOptions":
-        """`config` (options, or a mapping with their names) with `options` on top, for a model of `shape`, called
-        `name`; aliases of other scripts are known.
+        """`config` (options, or a mapping of them), overridden by `options`, for a model of `shape` called `name`.
+        Names of official scripts are allowed.
 
         Raises:
-            TypeError, ValueError: as the class; also an unknown name (with the nearest valid one), an option given
-                under two names with two values, a `mask_id` that is not the model's, a rule for other noise, a length
-                that is no whole number of blocks, and where rows see blocks what makes no sense there.
+            TypeError, ValueError: as the class; also an unknown name (with the nearest valid one), two values under two
+                names of one option, and another `mask_id` than the model's. Also a rule for other noise, a length that
+                is no multiple of the block length, and an option that block-causal models do not have.
         """
         if config is not None and not isinstance(config, cls | Mapping):
             raise TypeError(f"generation_config is GenerationOptions or a mapping, not {type(config).__name__}")
         base = config if isinstance(config, cls) else cls()
-        # Both mappings before the checks: one may hold what the other needs, as block_length for max_new_tokens.
+        # Both mappings are merged before the checks: max_new_tokens may be in one and its block_length in the other.
         given: dict[str, Any] = {}
         for mapping in (config if isinstance(config, Mapping) else {}, options):
             given |= resolve_aliases(
@@ -246,7 +246,10 @@ class GenerationOptions:
             return replace(base, **_in_blocks(base, given, shape, name))._for_noise(shape.noise)
         chosen = replace(base, **given)
         if chosen.block_edges != "sequence":
-            raise ValueError(f"block_edges = {chosen.block_edges!r}: blocks of {name!r} stand behind the prompt anyway")
+            raise ValueError(
+                f"block_edges = {chosen.block_edges!r}, but blocks of {name!r} always begin behind the prompt; leave "
+                "it out"
+            )
         check_multiple("max_new_tokens", chosen.max_new_tokens, chosen.block, f"block_length = {chosen.block}")
         if chosen.steps is not None:
             check_multiple("steps", chosen.steps, chosen.blocks, f"the {chosen.blocks} blocks")
@@ -260,8 +263,8 @@ class GenerationOptions:
         if self.commit is None and all(getattr(self, name) is None for name in COMMIT_OPTIONS):
             return replace(self, commit=fitting[0])
         raise ValueError(
-            f"the commit rule {rule.name!r} is for {' or '.join(sorted(rule.noise))} noise; the model's is {noise} "
-            f"noise, which goes with {', '.join(fitting)}"
+            f"the commit rule {rule.name!r} is for {' or '.join(sorted(rule.noise))} noise, but the model's is {noise} "
+            f"noise; allowed: {', '.join(fitting)}"
         )
 
 
@@ -280,19 +283,21 @@ def _ids(name: str, value: Any) -> tuple[int, ...] | None:
             for each in (value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value)
         )
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} = {value!r}; ids of tokens are allowed, in text with commas") from error
+        raise TypeError(f"{name} = {value!r}; token ids are allowed, separated by commas in text") from error
     for each in found:
         check_integer(name, each, least=0)
     return found
 
 
 def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape, name: str) -> dict[str, Any]:
-    """`given`, with what is left open on top of `base`, where rows see blocks."""
+    """`given` on top of `base`, completed with the defaults of a block-causal model."""
     steps, rule_options = given.get("steps", base.steps), {*COMMIT_OPTIONS} & {*given}
     if steps is not None:
-        raise ValueError(f"steps = {steps} of a whole answer; {name!r} takes block_steps, those of a block")
+        raise ValueError(
+            f"steps = {steps} counts the forwards of a whole answer; pass {name!r} block_steps, those of one block"
+        )
     given["block_length"] = block = check_block(shape, given.get("block_length", base.block_length), name=name)
-    # Every step of a block counts, also where an answer is no whole number of blocks.
+    # The default is a step a token of the block, even if the answer is no whole number of blocks.
     if given.get("block_steps", base.block_steps) is None:
         given["block_steps"] = block
     by_chance = given.get("remasking", base.remasking) == "random"
@@ -301,5 +306,5 @@ def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape
     if (edges := given.get("block_edges", base.block_edges)) == "prompt" and shape.sight != "context":
         raise ValueError(f"block_edges = {edges!r}, but blocks of {name!r} count from a sequence's first token")
     if trailing := given.get("trailing_noise", base.trailing_noise):
-        raise ValueError(f"trailing_noise = {trailing}, but no row of {name!r} sees what stands behind its block")
+        raise ValueError(f"trailing_noise = {trailing}, but rows of {name!r} see nothing behind their block; pass 0")
     return given

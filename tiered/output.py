@@ -1,4 +1,4 @@
-"""What `generate` returns: answers, and the figures of the call from the ledger and the clock."""
+"""The output of `generate`: answers, and the call's figures from the ledger and the clock."""
 
 import warnings
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class Timings:
     """Wall-clock seconds of a call.
 
     Attributes:
-        total: from the first forward to the last commit.
-        first_block: until the first block was final.
-        steps: of every forward with its commit.
-        tokens: tokens of all answers, without those from the end-of-sequence token on.
+        total: seconds from the first forward to the last commit.
+        first_block: seconds until the first block was final.
+        steps: seconds of every forward with its commit.
+        tokens: tokens of all answers before their end-of-sequence token.
     """
 
     total: float
@@ -37,16 +37,16 @@ class Timings:
 
     @property
     def ms_per_forward(self) -> float:
-        """Milliseconds of a forward with its commit, on average."""
+        """Mean milliseconds of a forward with its commit."""
         return 1000 * sum(self.steps) / len(self.steps)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all answers over `total`; prompt, end-of-sequence and padding not counted."""
+        """Tokens of all answers over `total`, without prompt, end-of-sequence and padding."""
         return self.tokens / self.total
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types for JSON, without the list of steps."""
+        """The figures in plain types for JSON, without `steps`."""
         return {
             "total_s": self.total,
             "first_block_s": self.first_block,
@@ -57,28 +57,28 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOutput:
-    """The result of `Runtime.generate`. Names follow transformers' `DiffusionGemmaGenerationOutput` where it has them.
+    """The result of `Runtime.generate`. Names follow transformers' `DiffusionGemmaGenerationOutput`.
 
     Attributes:
-        choice: the policy that the call ran under; and why, where that was left open.
-        sequences: the prompts as they were passed, padding included, and the answers behind them. From the first
+        choice: policy of the call, and the reason if it was chosen by "auto".
+        sequences: ids of the prompts as they were passed, padding included, followed by the answers. From its first
             end-of-sequence token on an answer holds padding, unless `stop_at_eos` was off.
         text: answers up to their end, without special tokens; None without a tokenizer.
         num_forwards: forwards of the batch (NFE); with guidance, one forward serves both canvases.
-        forwards: forwards that each sequence took part in.
-        tokens_per_forward: TPF of each sequence: its answer's tokens (end-of-sequence and padding not counted) over
-            its forwards.
-        steps_by_kind: number of steps, which are forwards, by kind (`refresh`, `update`, `step`, …).
-        rows_per_step: rows of each sequence that every step recomputed, on average over layers; of the sequence with
-            the most rows.
-        experts_per_step: experts of a layer that every step picked, for all sequences together, on average over layers
-            with a mixture; empty for a dense model.
+        forwards: forwards of each sequence.
+        tokens_per_forward: TPF of each sequence: its answer's tokens, without end-of-sequence and padding, over its
+            forwards.
+        steps_by_kind: number of steps (forwards) by kind (`refresh`, `update`, `step`, …).
+        rows_per_step: rows that each step recomputed, averaged over layers, of the sequence with the most rows.
+        experts_per_step: experts that each step picked for all sequences together, averaged over the layers with a
+            mixture; empty for a dense model.
         memory: bytes in each tier, from the ledger.
-        timings: seconds.
-        updates: what every layer of every update did, for a policy that measures drift.
-        tiers: copies between the tiers, of what the call keeps below the device; None: nothing.
-        weights: the same of the layers of weights that are streamed; None: all are on the device.
-        history: with `output_history`, `sequences` before the first forward and after each one that changed something.
+        timings: seconds of the call.
+        updates: records of each update, by layer, of a policy that measures drift.
+        tiers: copies of the call's features between tiers; None if all features are on the device.
+        weights: copies of streamed layers of weights; None if all weights are on the device.
+        history: `sequences` before the first forward and after each that changed a token; None without
+            `output_history`.
     """
 
     choice: Choice
@@ -112,7 +112,7 @@ class GenerationOutput:
         return getattr(self, new)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures in plain types, for JSON; without ids and history."""
+        """The figures and the text in plain types for JSON, without ids and history."""
         return {
             "choice": self.choice.as_dict(),
             "text": self.text,
@@ -140,7 +140,6 @@ class GenerationOutput:
         tiers: TierStats | None,
         weights: TierStats | None = None,
     ) -> "GenerationOutput":
-        """From what the loop leaves behind, and the books of the call."""
 
         def behind_prompts(answers: Tensor) -> Tensor:
             return torch.cat([prompts.to(answers.device), answers], dim=1)

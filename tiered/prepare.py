@@ -1,4 +1,4 @@
-"""Calls, checked before work starts; a call of `generate` is counted as well."""
+"""Checks of calls before any work starts, and the sizes of a call of `generate`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,9 +26,9 @@ class PackedPrompts(NamedTuple):
     """Left-padded prompts as a canvas holds them.
 
     Attributes:
-        ids: token ids; those behind a prompt with a shorter tail have no meaning.
-        pads: number of pads of each prompt.
-        tails: number of tokens of each prompt behind its last whole block.
+        ids: token ids. Ids behind a prompt with a shorter tail than others have no meaning.
+        pads: pads of each prompt.
+        tails: tokens of each prompt behind its last whole block.
     """
 
     ids: Int[Tensor, "batch columns"]
@@ -37,8 +37,7 @@ class PackedPrompts(NamedTuple):
 
 
 def packed(prompts: Prompts, block_length: int = 1) -> PackedPrompts:
-    """`prompts` padded on the left by whole blocks, so that blocks which count from the first token of each begin in
-    the same columns."""
+    """`prompts` padded on the left by whole blocks: blocks counted from each first token begin in the same columns."""
     lengths = prompts.mask.sum(dim=1)
     longest = int(lengths.max())
     # A stable sort by the mask moves padding to the front and leaves the tokens in order.
@@ -54,15 +53,15 @@ def packed(prompts: Prompts, block_length: int = 1) -> PackedPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
-    """A call that is checked, and not begun: nothing is booked for it.
+    """A call that is checked but not begun; no bytes are booked for it.
 
     Attributes:
-        prompts: prompts on the host, so that preparing waits for no device.
+        prompts: prompts on the host, so that preparing does not wait for a device.
         packed: the same prompts as the canvas holds them.
         options: options of the call.
         sizes: numbers from which its bytes follow.
-        choice: policy that the call runs under, and why.
-        prior: ids that answers begin as; None for the model's own noise.
+        choice: policy of the call, and its reason.
+        prior: initial ids of answers; None for the model's own noise.
     """
 
     prompts: Prompts
@@ -81,10 +80,10 @@ class PreparedCall:
 def prepare(
     context: CallContext, policy: Policy, options: GenerationOptions, prompts: Prompts, prior: Tensor | None = None
 ) -> PreparedCall:
-    """The call that answers `prompts`. The choice depends neither on other calls nor on an inspector.
+    """The call that answers `prompts`. Its policy depends on no other call and no inspector.
 
     Raises:
-        TypeError, ValueError: a prior that does not fit, or more positions than the model was made for.
+        TypeError, ValueError: a prior that does not fit, or more positions than the model allows.
     """
     in_blocks = context.model.shape.block_causal and options.block_edges == "sequence"
     columns = packed(prompts, options.block if in_blocks else 1)
@@ -117,13 +116,13 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
     rule = options.rule
     if rule.in_blocks and not model.shape.block_causal:
         raise ValueError(
-            f"the commit rule {rule.name!r} edits the open block alone; rows of {name!r} see the whole canvas, and go "
-            f"with {', '.join(fitting_rules('mask', rewriting=False))}"
+            f"the commit rule {rule.name!r} is for block-causal models, but rows of {name!r} see the whole canvas; "
+            f"allowed: {', '.join(fitting_rules('mask', rewriting=False))}"
         )
     if "uniform" in rule.noise and model.noise is None:
         raise ValueError(
-            f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
-            f"alone, which go with {', '.join(fitting_rules('mask', rewriting=False))}"
+            f"the commit rule {rule.name!r} is for GIDD's noise, but {name!r} is trained with masks alone; allowed: "
+            f"{', '.join(fitting_rules('mask', rewriting=False))}"
         )
     check_policy(
         policy,
@@ -139,13 +138,13 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
     if rule.needs_shift and model.shape.block_causal:
         fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
         raise ValueError(
-            f"the commit rule {rule.name!r} compares attention over the whole canvas; {name!r} sees blocks, which go "
-            f"with {', '.join(fitting)}"
+            f"the commit rule {rule.name!r} compares attention over the whole canvas, but {name!r} is block-causal; "
+            f"allowed: {', '.join(fitting)}"
         )
     if options.correction_steps and model.shape.noise != "uniform":
         raise ValueError(
-            f"correction_steps = {options.correction_steps} rewrites tokens, which models of uniform noise can; "
-            f"{name!r} knows masks alone, and allows 0"
+            f"correction_steps = {options.correction_steps} rewrites tokens, which needs a model of uniform noise; "
+            f"{name!r} is trained with masks alone, and allows 0"
         )
 
 
@@ -153,7 +152,7 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
     if "uniform" not in options.rule.noise:
-        raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {options.rule.name!r}")
+        raise ValueError(f"a prior needs a commit rule that rewrites tokens, not {options.rule.name!r}")
     check_readable("prior", prior)
     if prior.shape != shape:
         raise ValueError(f"prior has the shape {tuple(prior.shape)}; {shape} is allowed")
@@ -163,7 +162,7 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
 
 
 def check_inspector(inspector: object) -> None:
-    """Raise `TypeError` unless `inspector` is an inspector or None."""
+    """Raise `TypeError` unless `inspector` is an `Inspector` or None."""
     if inspector is not None and not isinstance(inspector, Inspector):
         raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
 
@@ -174,14 +173,16 @@ def read_noise_mask(
     """Number of clean columns of each sequence; None without a mask.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: a family to which it makes no difference, another size than (batch, length), values other than 0
-            and 1, or clean tokens behind noisy ones.
+        TypeError: not a tensor.
+        ValueError: a family without such a mask, another size than (batch, length), values other than 0 and 1, or clean
+            tokens behind noisy ones.
     """
     if noise_mask is None:
         return None
     if not shape.final_apart:
-        raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
+        raise ValueError(
+            f"a noise_mask is for families whose clean tokens see only clean ones, not {shape.family!r}; leave it out"
+        )
     if not isinstance(noise_mask, Tensor):
         raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")
     check_readable("noise_mask", noise_mask)
@@ -192,16 +193,16 @@ def read_noise_mask(
         raise ValueError("noise_mask holds values other than 0 (clean) and 1 (noisy)")
     clean = (~noisy).sum(dim=1)
     if not torch.equal(noisy, torch.arange(size[1], device=device)[None] >= clean[:, None]):
-        raise ValueError("noise_mask has clean tokens behind noisy ones; clean ones stand in front")
+        raise ValueError("noise_mask has clean tokens behind noisy ones; clean tokens come first")
     return clean
 
 
 def read_block(block_length: int | None, shape: ModelShape, *, name: str) -> int | None:
-    """Length of the blocks that rows see; None for a family whose rows see the whole canvas.
+    """Block length of a block-causal family; None for a family whose rows see the whole canvas.
 
     Raises:
-        TypeError: no int.
-        ValueError: not positive, for a family without blocks, or as `check_block`.
+        TypeError: not an int.
+        ValueError: not positive, given for a family without blocks, or as `check_block`.
     """
     if block_length is not None:
         check_integer("block_length", block_length, least=1)

@@ -1,4 +1,4 @@
-"""Workers by Ray (extra `ray`), each a runtime with a budget of its own: docs/batch-jobs.md."""
+"""Ray workers (extra `ray`), each a runtime with its own budget: docs/batch-jobs.md."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tiered.serving.scheduler import Scheduler
 
 
 def answered(dataset: Any, model: str, *, workers: int = 1, num_gpus: float = 0, **worker: Any) -> Any:
-    """`dataset` of `ray.data` with an answer or an error to each `prompt`; `worker`: arguments of `Answerer`."""
+    """`dataset` of `ray.data` with an answer or an error for each `prompt`; `worker`: arguments of `Answerer`."""
     _check_gpus(num_gpus, worker)
     from ray.data import ActorPoolStrategy  # pyright: ignore[reportMissingImports]
 
@@ -40,7 +40,7 @@ def _check_gpus(num_gpus: float, loading: dict[str, Any]) -> None:
 class Answerer:  # of `answered`
     def __init__(self, model: str, *, options: dict[str, Any] | None = None, **loading: Any) -> None:
         self._runtime, self._options = from_pretrained(model, **loading), options or {}
-        self._runtime.prepare([0], **self._options)  # an option that no row can have ends the job
+        self._runtime.prepare([0], **self._options)  # an option that is invalid for every row ends the job
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         scheduler, requests = Scheduler(self._runtime, max_waiting=1 << 31), {}

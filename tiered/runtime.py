@@ -1,4 +1,4 @@
-"""The runtime: a loaded model, a policy and a budget; `generate` and `logits`."""
+"""The runtime, a loaded model under a policy and a budget, with `generate` and `logits`."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,10 +39,10 @@ from tiered.tiers.tiers import Tiers
 
 
 class Runtime:
-    """A loaded model, a policy, and the books of their memory. Host memory that a call pinned stays booked, and serves
-    the next calls.
+    """A loaded model, a policy, and the ledger of their memory.
 
-    As a context manager it closes itself: `with tiered.from_pretrained(…) as runtime:`.
+    Later calls reuse the pinned host memory of a call, so it stays booked. As a context manager, a runtime closes
+    itself: `with tiered.from_pretrained(…) as runtime:`.
     """
 
     def __init__(
@@ -57,10 +57,13 @@ class Runtime:
         kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
-        """`ledger` has the weights booked already; None makes one without caps, which does not count them.
-        `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else.
-        `kv`: code of keys and values. `weights`: what has those of the model, where some may lie below the device
-        already; None: all are on it."""
+        """
+        Args:
+            ledger: byte counts in which the weights are booked already; None for new ones without caps or weights.
+            transport: makes a call's transport between the tiers; None for CUDA streams, or threads without CUDA.
+            kv: code of keys and values; None for raw ones.
+            weights: places of the model's weights, some perhaps below the device; None if all are on it.
+        """
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
@@ -71,10 +74,10 @@ class Runtime:
         self.device, self.dtype = of_model.device, of_model.dtype
 
     def with_policy(self, policy: str | Policy, **policy_options: Any) -> "Runtime":
-        """The same loaded model and books under another policy; what closes one closes both.
+        """A runtime of the same loaded model and ledger under another policy. Closing either closes both.
 
         Raises:
-            TypeError, ValueError: no such policy or option, named.
+            TypeError, ValueError: an unknown policy or option.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self), policy=make_policy(policy, **policy_options))
@@ -82,21 +85,22 @@ class Runtime:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"{self!r} can be neither copied nor pickled, since it owns a model and the books of its memory: "
-            "`with_policy` makes another of the same model; each process loads its own with tiered.from_pretrained"
+            f"{self!r} cannot be copied or pickled, because it owns a model and its memory: use `with_policy` for "
+            "another runtime of this model, and tiered.from_pretrained in another process"
         )
 
     @property
     def model(self) -> DiffusionModel:
-        """The loaded model. Raises `ValueError` once the runtime is closed."""
+        """The loaded model. Raises `ValueError` if the runtime is closed."""
         return self._call.model
 
     @call_modes
     def close(self) -> None:
-        """Free the model and the host memory that calls share, and take both off the books. A second call does nothing.
+        """Drop the model and the host memory that calls share, and release both in the ledger. A second call does
+        nothing.
 
-        The model's memory is free once no other reference is left; on CUDA it stays with torch's allocator. Later calls
-        of this runtime, and of others made from it by `with_policy`, raise `ValueError`.
+        The model's memory is freed with its last reference; on CUDA, torch's allocator keeps it. Later calls of this
+        runtime, and of runtimes that `with_policy` made from it, raise `ValueError`.
         """
         self._call.close()
 
@@ -132,31 +136,33 @@ class Runtime:
         inspector: Inspector | None = None,
         **options: Any,
     ) -> GenerationOutput:
-        """Denoise an answer to every prompt. Several threads may call it at a time; where layers of the weights are
-        streamed, one call waits for the calls of another thread to end.
+        """Denoise an answer to every prompt.
+
+        Several threads may call it at a time. If layers of the weights are streamed, calls of different threads run one
+        after the other.
 
         Args:
-            inputs: a string, strings, chat messages, several chats, or ids: a tensor or a numpy array [batch, length],
-                lists of ints (one prompt, or several, padded on the left), or what a tokenizer returns. A string is a
-                user's message where the tokenizer has a chat template; ids are continued as they stand.
-            generation_config: options, or a mapping of them; `options` go on top.
-            input_ids: ids, in place of `inputs`: `generate(**tokenizer(texts))` works.
-            attention_mask: beside ids, of their shape: 0 at padding on any side. A padded prompt is answered as it
-                would be alone.
-            raw: strings are continued as they stand, whatever template there is.
-            prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, in place of noise that `seed`
-                draws, for a rule that rewrites tokens: noise of one's own, or an answer to go on from.
-            streamer: gets prompts, drafts and final blocks (`tiered.decoding.observers.Streamer`).
-            inspector: looks into the caches after each forward (`tiered.decoding.observers.Inspector`). What it takes
-                is booked with the call, and its time counts in `timings`.
-            **options: the fields of `GenerationOptions`, also under the names that official scripts use; and
-                `token_type_ids`, zeros, as tokenizers return them.
+            inputs: a string, strings, chat messages, several chats, or token ids. Ids are a tensor or a numpy array
+                [batch, length], lists of ints (one prompt, or several, padded on the left), or a tokenizer's output. A
+                string is a user's message if the tokenizer has a chat template; ids are continued as they are.
+            generation_config: options, or a mapping of them; `options` override these.
+            input_ids: ids in place of `inputs`, so that `generate(**tokenizer(texts))` works.
+            attention_mask: mask of the ids' shape: 0 at padding, on any side. A padded prompt gets the same answer as
+                alone.
+            raw: whether strings are continued as they are, even if there is a chat template.
+            prior: initial ids [batch, max_new_tokens + trailing_noise] of answers, for a rule that rewrites tokens.
+                They replace the noise that `seed` draws, by noise of your own or by an answer to revise.
+            streamer: receives prompts, drafts and final blocks (`tiered.decoding.observers.Streamer`).
+            inspector: reads the caches after each forward (`tiered.decoding.observers.Inspector`). Its memory is booked
+                with the call, and `timings` include its time.
+            **options: fields of `GenerationOptions`, also under their names in official scripts; and `token_type_ids`,
+                the zeros that tokenizers return.
 
         Raises:
             TierCapacityError: the call does not fit the budget; no work has started.
-            NonFiniteError: logits are NaN or infinite, so that no token can be told from them; the error has the tokens
-                that were fixed before.
-            TypeError, ValueError: anything wrong with an argument, named.
+            NonFiniteError: logits are NaN or infinite, so no token can be chosen. The error has the tokens fixed
+                before.
+            TypeError, ValueError: an invalid argument, named in the message.
         """
         check_inspector(inspector)
         check_streamer(streamer)
@@ -168,7 +174,7 @@ class Runtime:
             with self.begin(call, streamer=streamer, inspector=inspector, reported=reported) as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()
-            del denoiser  # it keeps the call's features, which are off the books
+            del denoiser  # it keeps the call's features, which the ledger has released
             return self.output(call, denoised, moved)
 
     def prepare(
@@ -180,7 +186,7 @@ class Runtime:
         prior: Tensor | None = None,
         **options: Any,
     ) -> PreparedCall:
-        """A call of `generate` with these arguments, checked and not begun.
+        """A call of `generate` with these arguments, checked but not begun.
 
         Raises:
             TypeError, ValueError: as `generate`.
@@ -195,7 +201,7 @@ class Runtime:
         return prepare(self._call, self.policy, chosen, prompts, prior)
 
     def check_alone(self, call: PreparedCall) -> None:
-        """Raise `TierCapacityError` if the budget has no room for the call even while no other is under way."""
+        """Raise `TierCapacityError` if the budget has no room for the call even without other calls."""
         self._call.check_alone(call.choice.policy, call.sizes)
 
     @contextmanager
@@ -207,12 +213,13 @@ class Runtime:
         inspector: Inspector | None = None,
         reported: ExitStack | None = None,
     ) -> Iterator[tuple[Denoiser, Tiers | None]]:
-        """Book the bytes of a call while the `with` lasts. Gives the call's loop, which has not begun, and its tiers
-        (None if everything is on the device). Several calls that have begun may take turns in one thread. `reported`:
+        """Book the bytes of a call while the `with` lasts. Several calls that have begun may take turns in one thread.
+
+        Yields the call's loop, before its first step, and its tiers (None if everything is on the device). `reported`:
         see `CallContext.booked`.
 
         Raises:
-            TierCapacityError: the call does not fit beside what is booked.
+            TierCapacityError: the call does not fit beside the bytes booked already.
         """
         sizes, inspected = call.sizes, {}
         if inspector is not None:
@@ -224,7 +231,7 @@ class Runtime:
             yield denoiser(self._call, call, tiers, needed, streamer=streamer, inspector=inspector), tiers
 
     def output(self, call: PreparedCall, denoised: GenerationState, moved: TierStats | None) -> GenerationOutput:
-        """The output of a call that is over."""
+        """The output of a finished call."""
         weights = self._call.weights
         return GenerationOutput.of(
             call.prompts.ids,
@@ -238,8 +245,10 @@ class Runtime:
         )
 
     def choose(self, inputs: Inputs | None = None, **asked: Any) -> Choice:
-        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless an option is
-        "auto" (`policy`, `refresh`, `refresh_blocks`). The same arguments under the same budget have the same choice.
+        """The policy of `generate` with these arguments, and the reason for it.
+
+        It is the runtime's own, unless an option is "auto" (`policy`, `refresh`, `refresh_blocks`). The same arguments
+        under the same budget give the same choice.
 
         Raises:
             TypeError, ValueError: as `generate`.
@@ -256,21 +265,23 @@ class Runtime:
         *,
         token_type_ids: Ids | None = None,
     ) -> Float[Tensor, "batch length vocab"]:
-        """float32 logits of all rows from one uncached forward, as they are: NaN and infinity too, where `generate`
-        raises. Those of padding rows mean nothing. With a prediction shift (Dream) row r predicts token r + 1.
+        """float32 logits of all rows from one uncached forward. They may hold NaN and infinity, for which `generate`
+        raises.
+
+        Logits of padding rows have no meaning. With a prediction shift (Dream), row r predicts token r + 1.
 
         Args:
             input_ids, attention_mask, token_type_ids: ids and their mask, as for `generate`.
-            noise_mask: [batch, length], in a family with one: 0 at clean tokens, padding among them, which see each
-                other alone; they stand in front of all others. None: no token is clean. Where contexts are causal,
-                clean tokens see those in front of them; None: all in front of the last block are clean.
-            block_length: of a family that sees blocks, counted from each sequence's first token; None: that of
-                config.json.
+            noise_mask: mask [batch, length] of a family that has one: 0 at clean tokens (padding included), 1 at noisy
+                ones. Clean tokens come first, and see only clean tokens, or in a causal context only those before them.
+                None for no clean token, or in a causal context for all tokens before the last block.
+            block_length: block length of a block-causal family, counted from each sequence's first token; None for the
+                one in config.json.
 
         Raises:
             TierCapacityError: the step does not fit the budget.
-            TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing, or
-                not the checkpoint's.
+            TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing or
+                differs from the checkpoint's.
         """
         ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         prompts, shape = self._read(None, ids), self.model.shape

@@ -1,4 +1,4 @@
-"""What the commands that answer prompts share: which prompts, by which model, and how."""
+"""Flags of the commands that answer prompts: the prompts, the model and the options."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of a command. An error is one line.
 
     Attributes:
-        late: enters arguments that need torch, once the command itself is parsed; None for none.
+        late: adds the arguments that need torch, after the command's name is parsed; None for none.
     """
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
@@ -37,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        # The usage has what is required; groups list the rest.
+        # The usage lists required arguments; groups list the others.
         if self.usage is None:
             needed = [action for action in self._actions if action.required and action.option_strings]
             places = [action for action in self._actions if not action.option_strings]
@@ -52,20 +52,20 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_call(parser: CommandParser) -> None:
-    """Enter what says which prompts are answered, by which model, and how."""
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to answer")
+    """Add the flags of prompts, model and options."""
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompt to answer")
     parser.add_argument(
         "--model",
         default="embedded",
         help=f"directory, id of a downloaded model, or {', '.join(EMBEDDED_MODELS)} (default: %(default)s)",
     )
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with one prompt a line")
-    parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument("--raw", action="store_true", help="continue prompts without the chat template")
     add_how(parser)
 
 
 def add_how(parser: CommandParser) -> None:
-    """Enter how prompts are answered: policy, budget, what is loaded and the options of `generate`."""
+    """Add the flags of policy, budget, model and the options of `generate`."""
     add_policy_options(parser)
     add_memory_options(parser)
     add_model_options(parser)
@@ -98,7 +98,7 @@ def load_runtime(args: argparse.Namespace) -> "Runtime":
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts. Raises `ValueError` if there are none, or if they come from two places."""
     if args.prompts and args.prompt_file:
-        raise ValueError("prompts come as arguments or from --prompt-file, not both")
+        raise ValueError("prompts are given as arguments and as --prompt-file; pass one of them")
     if args.prompts:
         return args.prompts
     if args.prompt_file is None and sys.stdin.isatty():

@@ -16,35 +16,33 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     below.add_argument(
         "--disk-memory", metavar="SIZE", help="size of the disk tier, for coded weights; needs --disk-path"
     )
-    below.add_argument("--disk-path", metavar="PATH", help="existing folder that the disk tier takes its room from")
+    below.add_argument("--disk-path", metavar="PATH", help="existing folder of the disk tier")
 
 
 def add_model_options(
-    parser: argparse.ArgumentParser, *, device: str = "cpu, cuda, cuda:N or auto (what is here)"
+    parser: argparse.ArgumentParser, *, device: str = "cpu, cuda, cuda:N or auto (CUDA if there is any)"
 ) -> None:
-    """Enter the device and the form of the model. `device`: help of `--device`."""
+    """Add the flags of the device and of the model's form. `device`: help of `--device`."""
     parser.add_argument("--device", default="auto", help=device)
     parser.add_argument(
         "--weights",
         default="raw",
-        help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without (default: %(default)s)",
+        help="code of weights: raw, int8, fp8, nvfp4 or int4, with or without +head (default: %(default)s)",
     )
     form = parser.add_argument_group("form of the model")
     form.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
-    form.add_argument(
-        "--kv", default="raw", help="how keys and values are kept: raw, fp8 or nvfp4 (default: %(default)s)"
-    )
+    form.add_argument("--kv", default="raw", help="code of keys and values: raw, fp8 or nvfp4 (default: %(default)s)")
     form.add_argument(
         "--rope-scaling",
         metavar="KIND:FACTOR",
-        help="how the model's rotation is stretched past the positions that it was trained on: linear:F, ntk:F, yarn:F",
+        help="scaling of the rotation for contexts past the trained one: linear:F, ntk:F, yarn:F",
     )
-    form.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
+    form.add_argument("--rope-theta", type=float, metavar="BASE", help="base of the rotation (default: the config's)")
 
 
 def loading_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of memory, policy and model as arguments of `from_pretrained` and of `plan`, without those of
-    `policy_options`. Raises `ValueError` and `TypeError` as `MemoryBudget`."""
+    """The flags of memory, policy and model as arguments of `from_pretrained` and `plan`, without the policy's options.
+    Raises `ValueError` and `TypeError` as `MemoryBudget`."""
     from tiered.core.budget import MemoryBudget
 
     memory = MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)
@@ -59,7 +57,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of `--policy-option` by name, read as JSON; a value that is no JSON is text. Raises `ValueError` for
+    """The values of `--policy-option` by name, read as JSON; a value that is not JSON is text. Raises `ValueError` for
     an option without a value."""
     options: dict[str, Any] = {}
     for text in args.policy_option:

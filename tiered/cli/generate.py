@@ -8,9 +8,10 @@ from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import add_watch_options, check_watch_options, shown
 from tiered.core.byte_size import format_bytes
 
-DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or
-standard input. Where the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is.
-Options are known by the names of official scripts too: --gen-length, --threshold, --alg."""
+DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or the
+lines of
+standard input. If the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is.
+Options also have their names in official scripts: --gen-length, --threshold, --alg."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:

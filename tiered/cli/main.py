@@ -14,8 +14,8 @@ from tiered.cli.call import CommandParser
 from tiered.core.errors import TierCapacityError
 from tiered.core.extras import MissingPackageError
 
-# Each is a module beside this one with `add_parser(subparsers)`, which sets `run(args) -> int`. What needs torch they
-# import when their command is asked for.
+# Modules beside this one, each with `add_parser(subparsers)`, which sets `run(args) -> int`. They import torch only
+# when their command runs.
 MODULES = ("generate", "serve", "trace", "plan", "models", "rates", "warmup")
 
 
@@ -33,11 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv`: arguments; None for the process's own.
+    """Run one command; `argv`: arguments, None for the process's own.
 
-    Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C, 141 where the reader of
-    the output has gone (`| head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`,
-    as argparse does.
+    Returns the exit status: 0 for success, 2 for an error of the user, 130 after Ctrl-C, 141 after a closed output (`|
+    head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`, as argparse does.
     """
     try:
         with _interrupts_stay_interrupts():
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interrupts_stay_interrupts() -> Iterator[None]:
-    """Ctrl-C leaves the block as `KeyboardInterrupt`, even if a half imported library raises another error of it."""
+    """Make Ctrl-C raise `KeyboardInterrupt` from the block, even if a half imported library raises another error."""
     came = False
 
     def note(number: int, frame: object) -> None:
@@ -69,7 +68,7 @@ def _interrupts_stay_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    # A caller's own handler stays, and so does a signal that is ignored; only the main thread may set one.
+    # A caller's own handler stays, and an ignored signal stays ignored; only the main thread may set a handler.
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""`tiered models`: what can be named on this machine."""
+"""`tiered models`: models that can be planned or loaded on this machine."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ from tiered.offload.codec_bytes import Codec
 if TYPE_CHECKING:
     from tiered.planning.catalog import KnownModel
 
-DESCRIPTION = """List the embedded models, the presets, and the checkpoints of known families in the local hub cache,
-with the bytes of one token in all layers: keys and values, hidden states as they are, hidden states as deltas in host
-memory, and the share of the first two that leaves the device with the hidden states."""
+DESCRIPTION = """List the embedded models, the presets, and the checkpoints of known families in the local hub cache.
+Bytes are of one token in all layers: keys and values, hidden states as they are, and hidden states as deltas in host
+memory. "saves" is the share of the first two that leaves the device with the hidden states."""
 HEADER = ("name", "from", "family", "parameters", "layers", "KV/token", "hidden/token", "offloaded", "saves", "")
 
 

@@ -1,4 +1,4 @@
-"""Flags of the options of `generate`, from the dataclasses that hold them. Importing this brings torch."""
+"""Flags of the options of `generate`, from their dataclasses. Importing this module imports torch."""
 
 import argparse
 import inspect
@@ -17,9 +17,9 @@ _KINDS: dict[str, type] = {
     for name, hint in get_type_hints(GenerationOptions).items()
     if bool not in (hint, *get_args(hint))
 }
-# The ones that stand first in the help.
+# Options that come first in the help.
 _COMMON = ("max_new_tokens", "confidence_threshold", "temperature", "seed")
-# The names that official scripts use, with their types.
+# Names in official scripts, with their types.
 _OFFICIAL = {
     alias: _KINDS[name]
     for alias, name in (*ALIASES.items(), *GIDD_ALIASES.items())
@@ -28,7 +28,7 @@ _OFFICIAL = {
 
 
 def add_option_flags(parser: argparse.ArgumentParser) -> None:
-    """Enter a flag for each option; help is what the "Attributes" sections of the dataclasses say."""
+    """Add a flag for each option, with its line of the dataclass's "Attributes" section as help."""
     own, sentences = parser.add_argument_group("options of generate"), attributes_of(GenerationOptions)
     sentences["commit"] += f"; rules: {', '.join(COMMIT_RULES)}"
     defaults = {field.name: field.default for field in fields(GenerationOptions)}
@@ -36,36 +36,40 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
         sentences[name] += _default(defaults[name])
     of_rules = parser.add_argument_group("options of commit rules")
     own.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
-    own.add_argument("--eos-early-stop", action=argparse.BooleanOptionalAction, help=sentences["eos_early_stop"])
+    own.add_argument("--eos-early-stop", action=argparse.BooleanOptionalAction, help=_help(sentences["eos_early_stop"]))
     for name, kind in _KINDS.items():
         group, text = (of_rules, _of_rules(name)) if name in COMMIT_OPTIONS else (own, sentences[name])
         group = parser if name in _COMMON else group
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text.replace("%", "%%"))
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=_help(text))
     for name, kind in _OFFICIAL.items():
         flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
         parser.add_argument(*flags, dest=name, type=kind, help=argparse.SUPPRESS)
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Runtime.generate` that were given, under the library's own names. Raises `ValueError` for two
-    names of one option with different values."""
+    """The given options of `Runtime.generate` under the library's own names. Raises `ValueError` for two names of one
+    option with different values."""
     names = (*_KINDS, *_OFFICIAL, "eos_early_stop")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    # No flag is called as the mask token is, so any id does.
+    # The mask token has no flag, so its id does not matter here.
     return {"stop_at_eos": not args.no_stop_at_eos, **resolve_aliases(given, OPTION_NAMES, mask_token_id=0)}
 
 
 def attributes_of(cls: type) -> dict[str, str]:
-    """What the "Attributes" section of a docstring says, by name; "" of all others, and under `python -OO` of all."""
+    """The lines of a docstring's "Attributes" section, by name; "" for other names, and for all under `python -OO`."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    section = section.replace("None:", "not given:")
     told = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
     sentences = {name: " ".join(text.split()).removesuffix(".") for names, text in told for name in names.split(", ")}
     return defaultdict(str, sentences)
 
 
+def _help(text: str) -> str:
+    # A flag is never None: it is not given.
+    return text.replace(". None for ", ". Not given: ").replace("None for ", "not given: ").replace("%", "%%")
+
+
 def _of_rules(name: str) -> str:
-    """What the first rule with the option `name` says of it; the default, if all of them have the same one."""
+    """Help of the option `name` from the first rule that has it, with the default if all rules share it."""
     rules = [(rule, field) for rule in COMMIT_RULES.values() for field in fields(rule) if field.name == name]
     text, defaults = attributes_of(rules[0][0])[name], {field.default for _, field in rules}
     names = ", ".join(rule.name for rule, _ in rules)

@@ -1,4 +1,4 @@
-"""`tiered plan`: the bytes of a call, before anything is loaded."""
+"""`tiered plan`: the bytes of a call, before loading."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from tiered.planning.card import Plan
 
 _OF_CALL = ("context", "batch", "block_length", "max_new_tokens", "cfg", "sampled", "tokens_per_forward")
-DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
---device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
+DESCRIPTION = f"""Count the bytes of a call from the model's config.json; nothing is loaded or downloaded. If --device
+names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also estimate its time.
 The exit status is 0 whether it fits or not."""
 
 
@@ -30,30 +30,30 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
     parser.add_argument(
-        "--block-length", type=int, help="positions of a block (default: 32, or the answer's where that is shorter)"
+        "--block-length", type=int, help="positions of a block (default: 32, or the answer's if that is shorter)"
     )
     parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
     add_model_options(
         parser,
         device=f"the machine to plan for: a GPU by name ({', '.join(DEVICES)}), a file of `tiered rates --out`, cpu, "
-        "cuda, cuda:N or auto (what is here)",
+        "cuda, cuda:N or auto (CUDA if there is any)",
     )
     call = parser.add_argument_group("call")
     call.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
     call.add_argument(
         "--sampled",
         action="store_true",
-        help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or a rule that draws what "
-        "it rewrites: all take room beside the logits",
+        help="count the room beside the logits for a temperature above 0, top-p, top-k, confidence by entropy, or a "
+        "rule that draws the tokens that it rewrites",
     )
     call.add_argument(
         "--tokens-per-forward",
         type=int,
         default=1,
         metavar="N",
-        help="tokens of a sequence that a forward is expected to commit (default: %(default)s)",
+        help="expected tokens that a forward commits in a sequence (default: %(default)s)",
     )
-    parser.add_argument("--buffers", action="store_true", help="list what the device has, buffer by buffer")
+    parser.add_argument("--buffers", action="store_true", help="list every buffer of the device")
     add_json(parser)
     parser.set_defaults(run=run)
 

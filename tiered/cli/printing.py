@@ -1,4 +1,4 @@
-"""What a command prints on standard output, and nothing else goes there: text, or with `--json` one line of JSON."""
+"""Standard output of a command: its text, or with `--json` one line of JSON, and nothing else."""
 
 import argparse
 import json
@@ -11,15 +11,15 @@ _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Enter `--json`, which means the same in every command."""
-    parser.add_argument("--json", action="store_true", help="print all of it as one line of JSON in place of text")
+    """Add `--json`, which means the same in every command."""
+    parser.add_argument("--json", action="store_true", help="print one line of JSON with all figures in place of text")
 
 
 def print_result(args: argparse.Namespace, text: object, record: Mapping[str, Any]) -> None:
     """Print `text`, or with `--json` the `record`.
 
-    On a terminal control characters other than line breaks and tabs become �: a model may write them, and the terminal
-    would obey. In a pipe or a file the text stays as it is.
+    On a terminal, control characters other than line breaks and tabs become �, because the terminal would execute those
+    that a model writes. In a pipe or a file the text stays as it is.
     """
     if args.json:
         print(json.dumps(record))

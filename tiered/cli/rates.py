@@ -6,13 +6,14 @@ from pathlib import Path
 
 from tiered.cli.printing import add_json, print_result
 
-DESCRIPTION = """Measure what this machine reaches in matrix products, in its memory and over the link to the host, and
-how long the smallest layer takes; `tiered plan --device FILE` tells the time of calls from that."""
+DESCRIPTION = """Measure this machine's rates of matrix products, of its memory and of the link to the host, and the
+time
+of the smallest layer. `tiered plan --device FILE` estimates the time of calls from them."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("rates", help="how fast this machine is", description=DESCRIPTION)
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (CUDA if there is any)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there, as JSON")
     add_json(parser)

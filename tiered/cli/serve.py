@@ -1,4 +1,4 @@
-"""`tiered serve`: a checkpoint behind OpenAI's endpoints."""
+"""`tiered serve`: serve a checkpoint over OpenAI's HTTP API."""
 
 import argparse
 import os
@@ -9,9 +9,9 @@ from tiered.core.extras import needing
 
 KEY = "TIERED_API_KEY"
 DESCRIPTION = f"""Serve a checkpoint: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and at / a
-page that shows the canvas. Requests share forwards. On the CPU each answer is that of the request alone, bit for bit;
-on CUDA last bits can differ. Options of `generate` given here are the defaults of requests. With {KEY} set, requests
-bear it."""
+page that shows the canvas. Requests share forwards. On the CPU each answer is the same as alone, bit for bit; on CUDA
+last bits can differ. Options of `generate` given here are the defaults of requests. If {KEY} is set, requests need
+that key."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
@@ -20,23 +20,23 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="directory, id of a downloaded model, or 'embedded'")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)"
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)"
     )
     parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen at; 0: a free one (default: %(default)s)"
+        "--port", type=int, default=8000, help="port to listen on; 0 for a free one (default: %(default)s)"
     )
     parser.add_argument("--name", help="name of the model for clients (default: MODEL)")
     limits = parser.add_argument_group("limits")
     for flag, default, text in (
-        ("--max-running", 16, "requests that are denoised at a time, if the budget has room"),
-        ("--max-waiting", 256, "requests that wait; more are refused"),
-        ("--max-prefill-rows", 512, "rows of a long prompt that others wait for at most before their next step"),
-        ("--max-body", 1 << 20, "bytes of a body"),
-        ("--max-prompt-tokens", None, "tokens of a prompt"),
-        ("--max-answer-tokens", 4096, "tokens of an answer"),
-        ("--max-choices", 16, "answers of a request"),
-        ("--seconds", 600.0, "of a request, waiting included"),
-        ("--grace", 30.0, "that running requests have to end once a signal has come"),
+        ("--max-running", 16, "most requests denoised at a time, if the budget has room"),
+        ("--max-waiting", 256, "most requests in the queue; more are refused"),
+        ("--max-prefill-rows", 512, "most rows of a long prompt computed between two steps of other requests"),
+        ("--max-body", 1 << 20, "most bytes of a body"),
+        ("--max-prompt-tokens", None, "most tokens of a prompt"),
+        ("--max-answer-tokens", 4096, "most tokens of an answer"),
+        ("--max-choices", 16, "most answers of a request"),
+        ("--seconds", 600.0, "most seconds of a request, waiting included"),
+        ("--grace", 30.0, "seconds for running requests to end after a signal"),
     ):
         kind, unit = (float, "SECONDS") if isinstance(default, float) else (int, "N")
         with_default = text if default is None else f"{text} (default: %(default)s)"
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     defaults, key = generation_options(args), os.environ.get(KEY) or None
     check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:
-        print(f"tiered: {KEY} is not set: every client that reaches {args.host} gets answers", file=sys.stderr)
+        print(f"tiered: {KEY} is not set: every client that can reach {args.host} is served", file=sys.stderr)
     with load_runtime(args) as runtime:
         of_scheduler = ("max_running", "max_waiting", "max_prefill_rows", "seconds")
         scheduler = Scheduler(runtime, **{name: getattr(args, name) for name in of_scheduler})

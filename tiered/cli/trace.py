@@ -1,4 +1,4 @@
-"""`tiered trace`: the compute, the copies and the waits of a call as a trace."""
+"""`tiered trace`: a trace of a call's compute, copies and waits."""
 
 import argparse
 from dataclasses import asdict
@@ -15,7 +15,7 @@ https://ui.perfetto.dev."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
-    parser = subparsers.add_parser("trace", help="when a call computes, copies and waits", description=DESCRIPTION)
+    parser = subparsers.add_parser("trace", help="trace a call's compute, copies and waits", description=DESCRIPTION)
     add_call(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="write the trace there: *.json or *.json.gz"
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_path(path: Path) -> None:
     if not path.name.endswith(SUFFIXES) or path.name in SUFFIXES:
-        raise ValueError(f"a trace is a file named *.json or *.json.gz, not {str(path)!r}")
+        raise ValueError(f"--out {path}: a file named *.json or *.json.gz is allowed")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
     if path.is_dir():

@@ -10,9 +10,9 @@ from tiered.cli.printing import add_json, print_result
 if TYPE_CHECKING:
     from tiered.runtime import Runtime
 
-DESCRIPTION = """Load a model and answer short prompts with it, so that its kernels are compiled: Triton's cache on disk
-has them from then on, and later calls under the same options compile nothing. Name what those calls will have: policy,
-codes, dtype and budget."""
+DESCRIPTION = """Load a model and answer short prompts with it, so that its kernels are compiled into Triton's cache on
+disk.
+Later calls under the same options compile nothing. Pass the policy, codes, dtype and budget of those calls."""
 PROMPTS = ((48,), (600, 40))  # tokens of the prompts of each call: one alone, short; two at a time, one of them long
 ANSWER = 64  # tokens
 
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def warm_up(runtime: "Runtime") -> int:
-    """Answer prompts of `PROMPTS`' lengths, as far as the model has positions and the budget has room. Returns the
-    number of calls. Raises `TierCapacityError` if not one fits."""
+    """Answer prompts of the lengths `PROMPTS`, as far as the model has positions and the budget has room. Returns the
+    number of calls. Raises `TierCapacityError` if no call fits."""
     import torch
 
     from tiered.core.errors import TierCapacityError

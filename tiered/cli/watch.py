@@ -1,4 +1,4 @@
-"""A call under way on stderr: the live view (`--watch`), else a progress bar."""
+"""Progress of a call on stderr: the live view (`--watch`), or a progress bar."""
 
 import argparse
 import math
@@ -22,22 +22,22 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the canvas, the caches and the tiers after every forward; without a terminal, a line each",
+        help="show the canvas, the caches and the tiers after every forward; without a terminal, print a line for each",
     )
     watch = parser.add_argument_group("with --watch")
     watch.add_argument(
-        "--slow", type=float, metavar="SECONDS", help="wait after every forward; the rates shown leave the wait out"
+        "--slow", type=float, metavar="SECONDS", help="wait after every forward; the rates shown exclude the wait"
     )
     watch.add_argument("--watch-svg", type=Path, metavar="FILE", help="write a picture of the best frame")
 
 
 def check_watch_options(args: argparse.Namespace) -> None:
-    """Check the options before anything is loaded. Raises `ValueError` if they do not go together, and
-    `MissingPackageError` if a terminal or a picture needs the extra `watch`, which is not installed."""
+    """Check the options before anything is loaded. Raises `ValueError` if they conflict, and `MissingPackageError` if a
+    terminal or a picture needs the extra `watch`, which is not installed."""
     if args.slow is not None and not (math.isfinite(args.slow) and args.slow >= 0):
         raise ValueError(f"--slow {args.slow}; seconds from 0 on are allowed")
     if not args.watch and (args.slow is not None or args.watch_svg is not None):
-        raise ValueError("--slow and --watch-svg go with --watch")
+        raise ValueError("--slow and --watch-svg need --watch")
     if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
         raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
     if args.watch and (args.watch_svg is not None or _on_terminal()):
@@ -53,7 +53,7 @@ def _on_terminal() -> bool:
 def shown(
     args: argparse.Namespace, runtime: "Runtime", prompts: list[str], options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The arguments of `Runtime.generate` that let a call be seen while the block lasts."""
+    """The arguments of `Runtime.generate` that show a call while the block lasts."""
     if args.watch:
         from tiered.observe.watch.watching import watching
 

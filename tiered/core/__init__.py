@@ -1,1 +1,1 @@
-"""What every room speaks of: rows, the canvas, features, the budget and its ledger, events and errors."""
+"""Shared types: rows, the canvas, features, the budget and its ledger, events and errors."""

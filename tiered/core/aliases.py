@@ -1,4 +1,4 @@
-"""Names that people paste from official scripts, and what they are called here. One such table."""
+"""Names of options in official scripts, and their names here. The only such table."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,9 +23,9 @@ ALIASES: Mapping[str, str] = {
     "stopping_criteria_idx": "stop_tokens",
     "eos_id": "stop_tokens",  # LLaDA2
 }
-# In a script for GIDD, which is known by its `sampling_method`; elsewhere steps are those of all blocks.
+# For scripts of GIDD, recognised by `sampling_method`. In other scripts, `steps` counts the steps of all blocks.
 GIDD_ALIASES: Mapping[str, str] = {"steps": "block_steps", "max_length": "max_new_tokens"}
-# Of models whose blocks count from the first token: there scripts count the steps of one block.
+# For block-causal models, whose scripts count the steps of one block.
 BLOCK_ALIASES: Mapping[str, str] = {"steps": "block_steps"}
 # Options of policies.
 POLICY_ALIASES: Mapping[str, str] = {
@@ -40,7 +40,7 @@ POLICY_ALIASES: Mapping[str, str] = {
     "gamma": "similarity_threshold",
     "track_num": "tracked",
 }
-# Dream's `alg` names the rule by what it looks at, SDAR's `remasking_strategy` by how it chooses.
+# Values of `commit` in official scripts, such as of Dream's `alg` and SDAR's `remasking_strategy`.
 COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
     "confidence_threshold": {"commit": "threshold"},
     "low_confidence": {"commit": "static"},
@@ -51,21 +51,21 @@ COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
     "low_confidence_static": {"commit": "quota"},
     "low_confidence_dynamic": {"commit": "quota"},
 }
-SDAR_THRESHOLD = 0.85  # of its dynamic strategy; the others take one, and do not look at it
+SDAR_THRESHOLD = 0.85  # default of SDAR's dynamic strategy; its other strategies accept a threshold and ignore it
 MASK_NAMES = ("mask_id", "mask_token_id")
-# What official scripts must ask for, and always comes here: the answer with all that belongs to it.
+# Options that official scripts need to return an object; the runtime always returns one.
 ALWAYS_NAMES = ("return_dict_in_generate", "return_dict")
 
 
 def resolve_aliases(
     options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int, block_causal: bool = False
 ) -> dict[str, Any]:
-    """`options` under the library's own `names`; `block_causal`: as scripts of models mean them that see blocks. A mask
-    token's id is checked and dropped, and so is the wish for an object in place of bare ids.
+    """`options` under the library's own `names`; `block_causal`: whether the script is for a block-causal model. The
+    mask token's id and `return_dict` are checked and dropped.
 
     Raises:
-        ValueError: an unknown name (names the nearest), two names of one option with different values, another model's
-            mask token, or the wish for bare ids.
+        ValueError: an unknown name (with the nearest one), two names of one option with different values, another mask
+            token than the model's, or a false `return_dict`.
     """
     names = tuple(names)
     aliases = {**ALIASES, **(GIDD_ALIASES if "sampling_method" in options else {})}
@@ -87,7 +87,7 @@ def resolve_aliases(
             continue
         if given_as in ALWAYS_NAMES:
             if value is not None and value is not True:
-                raise ValueError(f"{given_as} = {value!r}, but what is returned is always an object; True is allowed")
+                raise ValueError(f"{given_as} = {value!r}, but the result is always an object; True is allowed")
             continue
         name = aliases.get(given_as, given_as)
         if name not in names:

@@ -1,4 +1,4 @@
-"""Books: memory of the device that mechanisms declare; it is planned, booked, allocated and printed by that."""
+"""Books: declarations of device memory, by which it is planned, booked, allocated and printed."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,12 +21,12 @@ class Buffer:
     """Memory of the device.
 
     Attributes:
-        name: what it holds.
-        account: account that its bytes are booked under.
-        shape: sizes of the tensors in it, together.
-        dtype: type of their elements, a key of `ELEMENT_BYTES`.
-        phase: part of a step that needs it; "" for all of the call. Buffers of one phase are there together, those of
-            different phases one after another, in the same memory: that of the logits and activations.
+        name: contents of the buffer.
+        account: account of its bytes.
+        shape: shape of the tensors in it, together.
+        dtype: type of the elements, a key of `ELEMENT_BYTES`.
+        phase: part of a step that needs the buffer; "" for the whole call. Buffers of one phase exist together.
+            Different phases reuse the same memory, that of the logits and activations.
     """
 
     name: str
@@ -37,25 +37,24 @@ class Buffer:
 
     def __post_init__(self) -> None:
         if self.phase and self.account not in (Account.LOGITS, Account.ACTIVATIONS):
-            raise ValueError(f"{self.name} of the phase {self.phase}: {self.account.value} last as long as the call")
+            raise ValueError(f"{self.name}: phase = {self.phase!r}, but {self.account.value} last for the whole call")
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         of_shape = {"shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
         return {"name": self.name, "account": self.account.value, **of_shape, "phase": self.phase}
 
 
 def phase(name: str, buffers: Mapping[str, ShapeAndDtype], account: Account = Account.ACTIVATIONS) -> list[Buffer]:
-    """Buffers of one phase, by what they hold."""
+    """Buffers of one phase, from shapes and dtypes by name."""
     return [Buffer(holds, account, shape, dtype, name) for holds, (shape, dtype) in buffers.items()]
 
 
 def phase_bytes(buffers: Iterable[Buffer], account: Account) -> int:
-    """Bytes of the largest phase whose buffers are booked under `account`; 0 if there is none."""
+    """Bytes of the largest phase with buffers under `account`; 0 for no phase."""
     phases: Counter[str] = Counter()
     for buffer in buffers:
         if buffer.phase and buffer.account is account:
@@ -64,8 +63,8 @@ def phase_bytes(buffers: Iterable[Buffer], account: Account) -> int:
 
 
 def account_bytes(buffers: Iterable[Buffer]) -> dict[Account, int]:
-    """Bytes of `buffers` by account. The memory of the logits serves the phases before them too: activations are booked
-    with what exceeds it."""
+    """Bytes of `buffers` by account. Phases before the logits reuse the logits' memory, so `ACTIVATIONS` has only the
+    excess over it."""
     buffers, accounts = list(buffers), Counter[Account]()
     for buffer in buffers:
         accounts[buffer.account] += 0 if buffer.phase else buffer.nbytes
@@ -76,7 +75,7 @@ def account_bytes(buffers: Iterable[Buffer]) -> dict[Account, int]:
 
 
 def listed(buffers: Iterable[Buffer]) -> str:
-    """`buffers` as plain text, largest first: those of the call, then the phases of a step, which take turns in one
+    """`buffers` as plain text, largest first: buffers of the whole call, then the phases of a step, which share
     memory."""
     shown = sorted((buffer for buffer in buffers if buffer.nbytes), key=lambda buffer: -buffer.nbytes)
     lines: list[str] = []

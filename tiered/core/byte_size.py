@@ -1,4 +1,4 @@
-"""Byte sizes, and counts, as people write them: `"12GiB"`, `"512 MB"`; an int is a number of bytes."""
+"""Reads and writes byte sizes with units, such as `"12GiB"` or `"512 MB"`, and writes counts."""
 
 import re
 from fractions import Fraction
@@ -15,14 +15,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(size: int | str) -> int:
     """Bytes in `size`: an int, or a string with a unit (`GB` = 10^9 bytes, `GiB` = 2^30 bytes; case is ignored).
 
-    A fraction of a byte is dropped. Raises `TypeError` for neither int nor str, `ValueError` for a negative number, and
-    for a string, other than "0", that is no number with a known unit.
+    A fraction of a byte is dropped.
+
+    Raises:
+        TypeError: neither an int nor a str.
+        ValueError: a negative number, or a string other than "0" without a known unit.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"a byte size is an int or a string such as '12GiB', not {size!r}")
+        raise TypeError(f"{size!r} is not a byte size; an int or a string such as '12GiB' is allowed")
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"a byte size cannot be negative: {size}")
+            raise ValueError(f"a byte size cannot be negative: {size}; 0 or more is allowed")
         return size
     match = _SIZE.fullmatch(size)
     unit = _UNIT_BY_LOWER_CASE.get(match[2].lower() or "b" * (match[1] == "0")) if match else None
@@ -32,7 +35,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """`size` bytes in the largest binary unit that keeps it at 1 or more: `format_bytes(1536) == "1.50 KiB"`."""
+    """`size` bytes in the largest binary unit of which it has at least 1: `format_bytes(1536) == "1.50 KiB"`."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -42,7 +45,7 @@ def format_bytes(size: int) -> str:
 
 
 def format_count(number: int) -> str:
-    """`number` as parameters are counted, in billions, millions or thousands: 8015581184 is "8.02B"."""
+    """`number` in billions, millions or thousands, as for parameters: 8015581184 is "8.02B"."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= size:
             return f"{number / size:.2f}{unit}"
@@ -50,8 +53,8 @@ def format_count(number: int) -> str:
 
 
 def enough(size: int) -> str:
-    """The least whole number of a unit that holds `size` bytes, as `parse_bytes` reads it: `enough(16 << 20 | 1) ==
-    "17MiB"`. It is less than a tenth above."""
+    """The least whole number of a unit that is at least `size` bytes, for `parse_bytes`: `enough(16 << 20 | 1) ==
+    "17MiB"`. It exceeds `size` by less than a tenth."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >> power >= 10:
             return f"{-(-size >> power)}{unit}"

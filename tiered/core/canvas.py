@@ -1,4 +1,4 @@
-"""The token ids of a batch while they are denoised, and which of them are fixed."""
+"""The token ids of a batch while they are denoised, and the forward that fixed each of them."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -15,16 +15,16 @@ PENDING = 2**31 - 1
 
 
 def columns_in_blocks(lengths: Sequence[int], block_length: int, new: int) -> tuple[int, int]:
-    """Columns in front of the first block, and from there on, of prompts of these `lengths` with `new` tokens behind
-    each, rounded up to whole blocks. Blocks count from the first token of each sequence."""
+    """Columns before the first block, and columns from there on, for prompts of these `lengths` with `new` tokens each.
+    Blocks count from the first token of each sequence, and columns are rounded up to whole blocks."""
     front = max(length // block_length for length in lengths) * block_length
     return front, max(_blocks(length % block_length, block_length, new) for length in lengths) * block_length
 
 
 def most_columns_in_blocks(columns: int, block_length: int, new: int | None, batch: int) -> tuple[int, int | None]:
-    """Columns of the canvas, and of them from the first block on, that `columns` of the longest of `batch` prompts and
-    its `new` tokens become at most, whatever the lengths of the other prompts. A prompt that ends one token before a
-    block takes the most. `new`: None for any number of tokens; the answer's columns are None then."""
+    """Most columns of a canvas, and of its part from the first block on, for `batch` prompts of any lengths. `columns`:
+    tokens of the longest prompt and its `new` ones; `new`: None for any number of tokens, which makes the second result
+    None. A prompt that ends one token before a block takes the most columns."""
     last = block_length - 1
     if new is None:
         return -(-(columns + (last if batch > 1 else 0)) // block_length) * block_length, None
@@ -43,22 +43,22 @@ def is_any(ids: Int[Tensor, "*rows"], tokens: Sequence[int]) -> Bool[Tensor, "*r
 
 
 class Canvas:
-    """Prompts, padded on the left to one length, and answers behind them that begin as noise; every block spans the
-    same columns.
+    """Prompts, padded on the left to one length, followed by answers that begin as noise. Every block spans the same
+    columns in all sequences.
 
     If blocks count from the first token of each sequence, a prompt's last tokens, its *tail*, may share a block with
-    the first of its answer. Padding is then whole blocks, and some answers end a block before others.
+    its answer. Padding is then whole blocks, and some answers end a block before others.
 
     Attributes:
         tokens: ids; masks or other noise at open columns.
-        committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
-            padding, `PENDING` if no forward has. Mask tokens inside a prompt are never denoised.
+        committed_at: number of the forward, counted by sequence from 0, that fixed each token; `PROMPT` in prompts and
+            their padding, `PENDING` if open. Mask tokens inside a prompt are never denoised.
         rows: all columns.
-        pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
+        pads, pad_counts: padding columns before each prompt, on the device and on the host.
         padded: whether any prompt is shorter than the longest.
         numbers: number in the call of each sequence that is still denoised.
-        prompt_length, block_length, blocks: columns in front of the first block, columns of a block, number of blocks.
-        tails, tail_counts: columns of the first block that are a prompt's, on the device (None for none) and the host.
+        prompt_length, block_length, blocks: columns before the first block, columns of a block, number of blocks.
+        tails, tail_counts: columns of a prompt in the first block, on the device (None for none) and on the host.
     """
 
     def __init__(
@@ -73,9 +73,13 @@ class Canvas:
         prior: Int[Tensor, "batch noise"] | None = None,
         tails: Int[Tensor, " batch"] | None = None,
     ) -> None:
-        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: the noise that answers begin as, and that of
-        `trailing` columns behind them, which stays; None for masks. `tails`: tokens of each tail. The last columns of
-        `prompts` are tails, and the ids behind a shorter one have no meaning."""
+        """
+        Args:
+            prompts: left-padded ids, of which the first `pads[b]` are padding.
+            prior: initial noise of answers, followed by that of `trailing` columns, which stays; None for masks.
+            tails: number of tokens of each tail. The last columns of `prompts` are tails; ids behind a shorter tail
+                have no meaning.
+        """
         batch, columns = prompts.shape
         self.tails, self.tail_counts = tails, [0] * batch if tails is None else list[int](tails.tolist())
         self.prompt_length = columns - max(self.tail_counts)
@@ -115,26 +119,26 @@ class Canvas:
 
     @property
     def answer_ends(self) -> list[int]:
-        """The column of `answers` behind the last block of each sequence."""
+        """The column of `answers` after the last block of each sequence."""
         return [blocks * self.block_length for blocks in self._own_blocks]
 
     @property
     def stops(self) -> list[int]:
-        """The column behind the last of each sequence, which is its own where answers end in different blocks."""
+        """The column after the last of each sequence. With tails, answers may end in different blocks."""
         if self.tails is None:
             return [self.length] * self.batch
         return [self.prompt_length + end for end in self.answer_ends]
 
     def over(self, block: int) -> list[bool]:
-        """True for sequences without a block behind `block`."""
+        """True for sequences without a block after `block`."""
         return [blocks <= block + 1 for blocks in self._own_blocks]
 
     def open_columns(self, block: int) -> list[int]:
-        """Columns of `block` that no prompt has, by sequence."""
+        """Number of columns of `block` that are not of the prompt, by sequence."""
         return [self.block_length - (0 if block else tail) for tail in self.tail_counts]
 
     def block_span(self, block: int) -> tuple[int, int]:
-        """First column of `block`, and the column behind its last."""
+        """First column of `block`, and the column after its last."""
         start = self.prompt_length + block * self.block_length
         return start, start + self.block_length
 
@@ -148,13 +152,13 @@ class Canvas:
         return is_any(self.tokens[:, start:stop], tokens) & (fixed != PENDING) & (fixed != PROMPT)
 
     def positions(self) -> Int[Tensor, "batch length"]:
-        """RoPE position of every column: a prompt's first token is at 0. One row where no prompt is padded."""
-        # A rotation depends on distances alone; positions that start at the prompt make a padded row's arithmetic the
-        # same, to the bit, as that of the row alone.
+        """RoPE position of every column, 0 at a prompt's first token. A single row if no prompt is padded."""
+        # Attention depends on distances alone, but positions from the prompt's start make the arithmetic of a padded
+        # sequence equal, bit for bit, to that of the sequence alone.
         return (self.rows.index - self.pads[:, None]).clamp(min=0) if self.padded else self.rows.index
 
     def key_mask(self) -> Bool[Tensor, "batch length"] | None:
-        """False at padding; None where there is none."""
+        """False at padding; None for no padding."""
         return self.rows.index >= self.pads[:, None] if self.padded else None
 
     def commit(
@@ -164,14 +168,14 @@ class Canvas:
         tokens: Int[Tensor, "batch columns"],
         forwards: Int[Tensor, " batch"],
     ) -> None:
-        """Fix `tokens` where `chosen`, in the columns from `start`, as forward `forwards[b]` of sequence b decided."""
+        """Fix the `chosen` ones of `tokens`, in the columns from `start`, as of forward `forwards[b]` of sequence b."""
         columns = slice(start, start + chosen.shape[1])
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
         numbers = forwards.to(self.committed_at.dtype)[:, None]
         self.committed_at[:, columns] = numbers.where(chosen, self.committed_at[:, columns])
 
     def rewrite(self, start: int, chosen: Bool[Tensor, "batch columns"], tokens: Int[Tensor, "batch columns"]) -> None:
-        """Put `tokens` where `chosen`, in the columns from `start`; they stay open."""
+        """Write the `chosen` ones of `tokens` to the columns from `start`; they stay open."""
         columns = slice(start, start + chosen.shape[1])
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
 

@@ -1,4 +1,4 @@
-"""Checks of numbers that callers pass: the errors name the value and what is allowed."""
+"""Checks of arguments. Errors name the value and the allowed ones."""
 
 import difflib
 import math
@@ -6,28 +6,28 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-# Of float32, in which logits, norms and rotations are computed: a larger number would be infinity there, and a smaller
-# one could be 0.
+# Limits of float32, in which logits, norms and rotations are computed. Larger numbers become infinity, smaller ones may
+# become 0.
 FLOAT32_LEAST, FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def plain_number(value: Any) -> Any:
-    """An integer or a real number of another library, such as numpy's, as Python's own, which never overflows; anything
-    else as it is."""
+    """An integer or real number of another library, such as numpy, as a Python number, which does not overflow. Other
+    values are returned unchanged."""
     if isinstance(value, bool | int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def plain_real(value: Any) -> Any:
-    """`plain_number`, with an int that torch would not take as a float, where float32 holds it."""
+    """`plain_number`, with an int that is too large for torch as a float, if it is in float32's range."""
     value = plain_number(value)
     large = isinstance(value, int) and 2**63 <= abs(value) <= FLOAT32_MOST
     return float(value) if large else value
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Raise `TypeError` where `value` is no int, `ValueError` where it is below `least` or above `most`."""
+    """Raise `TypeError` if `value` is not an int, `ValueError` if it is below `least` or above `most`."""
     allowed = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
@@ -36,13 +36,13 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
 
 
 def check_interval(name: str, interval: object) -> None:
-    """Raise `TypeError` or `ValueError` unless `interval` is None, for never, or an int of at least 1."""
+    """Raise `TypeError` or `ValueError` unless `interval` is an int of at least 1, or None for never."""
     if interval is not None:
         check_integer(name, interval, least=1)
 
 
 def check_multiple(name: str, value: int, unit: int, what: str) -> None:
-    """Raise `ValueError` where `value` is no multiple of `unit`, which is `what`."""
+    """Raise `ValueError` if `value` is not a multiple of `unit`; `what`: its name in the error."""
     if value % unit:
         below, above = value // unit * unit, -(-value // unit) * unit
         nearest = f"{below} or {above}" if below else str(above)
@@ -55,25 +55,25 @@ def check_switch(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
-    """Raise `TypeError` where `value` is no number, `ValueError` where it is out of range, not finite, or beyond what
-    float32 holds."""
+    """Raise `TypeError` if `value` is not a number, `ValueError` if it is out of range, not finite, or beyond
+    float32."""
     allowed = f"a number from {least:g} to {min(most, FLOAT32_MOST):g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
-    # Written so that NaN fails too, and infinity, and an int that no float can hold.
+    # In this form NaN, infinity and an int that is too large for a float fail too.
     if not least <= value <= min(most, FLOAT32_MOST):
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
 def check_temperature(name: str, value: object) -> None:
-    """As `check_number`, for what numbers are divided by where it is not 0: its inverse has to be finite as well."""
+    """As `check_number`, for a number from 0 on whose inverse must be finite unless it is 0."""
     check_number(name, value, least=0.0)
     if isinstance(value, int | float) and 0 < value < FLOAT32_LEAST:
         raise ValueError(f"{name} = {value}; 0, or a number from {FLOAT32_LEAST:g} on, is allowed")
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
-    """The error for `name`, which is no `kind`: names the nearest valid one (whatever the case) and lists all."""
+    """The error for an unknown `name` of a `kind`, with the nearest of `allowed`, in any case, and a list of all."""
     names = sorted(allowed)
     if not names:
         return ValueError(f"unknown {kind} {name!r}; there is none")
@@ -83,7 +83,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str | None:
-    """The one of `allowed` that is most like `name`, whatever the case; None: none is much like it."""
+    """The one of `allowed` that is most similar to `name`, in any case; None if no one is similar."""
     by_lower_case = {known.lower(): known for known in allowed}
     near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1, cutoff=0.5)
     return by_lower_case[near[0]] if near else None

@@ -1,6 +1,6 @@
-"""Errors that callers may want to catch by type; every other bad argument is a `ValueError` or a `TypeError`.
+"""Errors that callers may want to catch by type. Other bad arguments raise `ValueError` or `TypeError`.
 
-The arguments of an error are its `args`, and the message is made when it is read, so an error can be pickled.
+An error's arguments are its `args`, and its message is made on reading, so errors can be pickled.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class TierCapacityError(RuntimeError):
-    """A tier's byte budget does not hold what is asked of it. Raised before the work starts that would exceed it.
+    """A tier's byte budget is too small. Raised before the work starts.
 
     Attributes:
         needed: bytes that the request needs in the tier.
-        available: bytes that the budget leaves for it.
+        available: bytes that the budget leaves for the request.
         tier: the tier that is too small.
-        hint: what to lower or raise.
-        total: bytes of the least budget under which the request passes; None if no budget decides, or if unknown.
+        hint: options to lower or raise.
+        total: bytes of the least sufficient budget; None if it is unknown, or if the limit is not a budget.
     """
 
     def __init__(self, needed: int, available: int, tier: Tier, hint: str, total: int | None = None) -> None:
@@ -40,17 +40,17 @@ class TierCapacityError(RuntimeError):
 
 
 class ContextLengthError(ValueError):
-    """Prompt and answer have more positions than the model was made for."""
+    """Prompt and answer have more positions than the model allows."""
 
 
 class NonFiniteError(ValueError):
-    """NaN or infinity in a weight as it is loaded, or in the logits of a forward. The runtime goes on working.
+    """NaN or infinity in a weight during loading, or in the logits of a forward. The runtime stays usable.
 
     Attributes:
-        what: the weight, or the first layer whose rows have no norm that float32 holds.
-        hint: the likely cause, and what to change.
-        sequences: the sequences of the batch whose logits they are in; all if that is not known. Empty for a weight.
-        answers: ids [batch, max_new_tokens] before that forward, on the CPU, with mask tokens or noise in open places.
+        what: the weight, or the first layer whose rows have no finite norm in float32.
+        hint: the likely cause, and the option to change.
+        sequences: sequences of the batch with such logits, all if that is unknown; empty for a weight.
+        answers: ids [batch, max_new_tokens] before that forward, on the CPU, with mask tokens or noise at open columns;
             None for a weight.
     """
 

@@ -1,4 +1,4 @@
-"""Books: what happened to records, one event at a time. Every statistic of the tiers is a fold over these."""
+"""Books: events of records. All statistics of the tiers are sums over these."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tiered.offload.lane import Lane
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """A job of copies ended; times in ns on one clock. `layer`: of the records; None where they are of several."""
+    """A job of copies ended; times in ns on one clock. `layer`: layer of the records; None for several layers."""
 
     lane: Lane
     nbytes: int
@@ -22,7 +22,7 @@ class CopyEnded:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Records were stored in `tier`: first copies, not moves."""
+    """Records were stored in `tier` for the first time."""
 
     tier: Tier
     records: int
@@ -31,7 +31,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A fetch asked for records that lay in `tier`."""
+    """A fetch requested records from `tier`."""
 
     tier: Tier
     records: int
@@ -40,8 +40,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Compute decoded a batch that was fetched, or encoded one to store. `late`: a copy whose end it needs was still
-    under way; compute stood still from `began` to `ended`. Times and `layer` as in `CopyEnded`."""
+    """Compute decoded a fetched batch, or encoded one to store. `late`: whether it had to wait for a copy, from `began`
+    to `ended`. Times and `layer` as in `CopyEnded`."""
 
     lane: Lane
     late: bool
@@ -59,9 +59,9 @@ class Picked:
     """Rows picked streamed experts of a layer.
 
     Attributes:
-        used: experts.
-        resident: those of them that were in a slot then, or on the way there.
-        foreseen: those of them that were guessed a layer ahead.
+        used: number of experts.
+        resident: number of these that were in a slot, or on the way to one.
+        foreseen: number of these that were guessed a layer ahead.
     """
 
     used: int

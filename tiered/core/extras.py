@@ -1,4 +1,4 @@
-"""Packages that are optional: an error that says what to install where one is missing."""
+"""Optional packages, and the error with the install command for a missing one."""
 
 import json
 import shlex
@@ -10,12 +10,12 @@ from urllib.parse import unquote, urlsplit
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """An optional package is not installed; the message has the command that brings it."""
+    """An optional package is not installed; the message has the install command."""
 
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """`with needing("bench"): import pyarrow`. Raises `MissingPackageError` with the command that brings it."""
+    """`with needing("bench"): import pyarrow`. Raises `MissingPackageError` with the install command."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -24,8 +24,8 @@ def needing(extra: str) -> Iterator[None]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the library once more, with `extra`, from where pip took it (PEP 610). It never names
-    a package of an index: another project may have the name there."""
+    """The command that reinstalls the library with `extra`, from its present source (PEP 610). It never names a package
+    of an index, because another project may have the name there."""
     try:
         origin = json.loads(distribution("tiered").read_text("direct_url.json") or "{}")
     except PackageNotFoundError:

@@ -1,10 +1,10 @@
-"""The nouns of the ledger: where bytes live, what is cached for a row, and what else takes room."""
+"""Tiers, features of a row, accounts of the ledger, and states of a column."""
 
 from enum import IntFlag, StrEnum
 
 
 class Tier(StrEnum):
-    """Where bytes live. On a machine without CUDA the device tier is the process's own memory."""
+    """A place of bytes. Without CUDA, the device tier is the process's own memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -12,23 +12,23 @@ class Tier(StrEnum):
 
 
 class Feature(StrEnum):
-    """What is cached for one row in one layer."""
+    """A tensor that is cached for one row in one layer."""
 
-    KEY = "key"  # after RoPE, so that a cached key is never rotated again
+    KEY = "key"  # after RoPE, so cached keys are not rotated again
     VALUE = "value"
     HIDDEN = "hidden"  # the layer's input
     ATTN_OUT = "attn_out"
     FFN_OUT = "ffn_out"
 
 
-# Kept behind the prompt alone: a prompt's rows are recomputed through all layers or not at all, and need no branches.
+# Features of answers only: a prompt's rows are recomputed in all layers or in none, and need no branches.
 ANSWER_ONLY = frozenset({Feature.ATTN_OUT, Feature.FFN_OUT})
-# What attention reads.
+# Features that attention reads.
 KEY_VALUE = frozenset({Feature.KEY, Feature.VALUE})
 
 
 class Account(StrEnum):
-    """What the ledger books bytes under: every `Feature`, and everything else that takes room in a tier."""
+    """An account of the ledger: each `Feature`, and the other uses of a tier."""
 
     WEIGHTS = "weights"
     KEY = Feature.KEY.value
@@ -37,18 +37,18 @@ class Account(StrEnum):
     ATTN_OUT = Feature.ATTN_OUT.value
     FFN_OUT = Feature.FFN_OUT.value
     CENTROIDS = "centroids"
-    STAGING = "staging"  # rings that records pass through
-    SPARE = "spare"  # memory and file space of the arenas that no record fills
+    STAGING = "staging"  # rings for copies of records
+    SPARE = "spare"  # memory and file space of the arenas without a record
     LOGITS = "logits"
     ACTIVATIONS = "activations"
     LIBRARIES = "libraries"  # workspaces of cuBLAS and of attention, on CUDA
 
 
 class ColumnState(IntFlag):
-    """Where the state of a column is and what the forward did to it; several may be true, none is `DEVICE`."""
+    """The places of a column's features and the forward's work on it; several flags may be set, `DEVICE` is none."""
 
-    DEVICE = 0  # nothing of it lies below the device, and the forward read it as it was
-    STORED = 1  # a member of clusters whose rows lie below the device, in one layer or more
-    STREAMED = 2  # some layers of its features lie below the device, and pass through it when they are read
-    RECOMPUTED = 4  # its keys and values were computed anew, in one layer or more
-    FETCHED = 8  # its stored row came to the device, in one layer or more, and its cluster was recomputed
+    DEVICE = 0  # all features are on the device, and the forward did not change them
+    STORED = 1  # in one layer or more, it is a member of a cluster with rows below the device
+    STREAMED = 2  # some layers of its features are below the device, and streamed when they are read
+    RECOMPUTED = 4  # in one layer or more, its keys and values were recomputed
+    FETCHED = 8  # in one layer or more, its stored row was fetched, and its cluster recomputed

@@ -1,7 +1,7 @@
-"""Books: how many bytes each tier holds, under which account, and how many moved. No tensors.
+"""Books: bytes held in each tier by account, and bytes moved. No tensors.
 
-Every memory figure that the library reports comes from here. Bytes are booked before they are allocated, so a budget is
-never exceeded: the booking fails before the allocation happens.
+Every memory figure that the library reports comes from here. Bytes are booked before they are allocated, so a booking
+that exceeds the budget fails before its allocation.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Lender(Protocol):
 
 
 class Ledger:
-    """Current and peak bytes by tier and account, under the caps of `budget`. For several threads."""
+    """Current and peak bytes by tier and account, under the caps of `budget`. Thread-safe."""
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.budget = budget or MemoryBudget()
@@ -45,33 +45,33 @@ class Ledger:
         self._lenders: dict[Tier, WeakSet[Lender]] = {tier: WeakSet() for tier in Tier}
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
-        self._lock = RLock()  # not held while a lender gives up, who has a lock of its own
+        self._lock = RLock()  # not held while a lender gives up bytes under its own lock
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_lenders": None, "_lock": None}  # both are of this process
+        return vars(self) | {"_lenders": None, "_lock": None}  # both belong to this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}, "_lock": RLock()})
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
-        """Bytes that `tier` holds now, in all or under one account."""
+        """Bytes that `tier` holds now, under `account`, or under all for None."""
         return self._current[tier].total() if account is None else self._current[tier][account]
 
     def add_lender(self, lender: Lender, tier: Tier) -> None:
-        """Let `lender` give up idle bytes if a booking in `tier` finds no room. No reference to it is kept."""
+        """Let `lender` give up idle bytes if a booking in `tier` finds no room. Only a weak reference is kept."""
         self._lenders[tier].add(lender)
 
     def idle(self, tier: Tier) -> int:
-        """Bytes of `held`, booked as `SPARE`, that lenders would give up."""
+        """Bytes of `held`, booked as `SPARE`, that lenders can give up."""
         return sum(lender.idle_bytes for lender in self._lenders[tier])
 
     def accounts(self, tier: Tier) -> dict[Account, int]:
-        """Bytes that `tier` holds now, by account; those that hold none are left out."""
+        """Bytes that `tier` holds now, by account, without empty accounts."""
         return {account: size for account, size in self._current[tier].items() if size}
 
     def allocate(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> None:
-        """Book `amounts` (bytes by account) in `tier`: all of them, or none. Raises `TierCapacityError` if the cap has
-        no room for them, `ValueError` for a negative amount."""
+        """Book `amounts` (bytes by account) in `tier`, all or none. Raises `TierCapacityError` if the cap has no room
+        for them, `ValueError` for a negative amount."""
         if any(amount < 0 for amount in amounts.values()):
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
         needed = sum(amounts.values())
@@ -87,7 +87,7 @@ class Ledger:
                 raise lacking
 
     def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
-        """Raise `TierCapacityError` unless `tier` has room for `needed` bytes more, idle bytes included. They may be
+        """Raise `TierCapacityError` unless `tier` has room for `needed` more bytes, idle bytes included. They may be
         booked later. The next `report` counts them in `TierReport.required`."""
         used = self.held(tier) - self.idle(tier)
         if (lacking := self.lacking(needed, used, tier, hint)) is not None:
@@ -95,14 +95,14 @@ class Ledger:
         self._required[tier] = max(self._required[tier], used + needed)
 
     def lacking(self, needed: int, used: int, tier: Tier, hint: str = "") -> TierCapacityError | None:
-        """The error that `needed` bytes beside `used` ones are; None where there is room."""
+        """The error for `needed` bytes beside `used` ones; None if there is room."""
         cap, total = self.budget.cap(tier), used + needed
         if cap is None or total <= cap:
             return None
         return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
-        """Take `amounts` (bytes by account) off the books. Raises `ValueError` for more than an account has."""
+        """Release `amounts` (bytes by account). Raises `ValueError` for more bytes than an account has."""
         with self._lock:
             for account, amount in amounts.items():
                 if amount < 0 or amount > self._current[tier][account]:
@@ -114,17 +114,17 @@ class Ledger:
 
     def rebook(self, source: Account, destination: Account, amount: int, tier: Tier) -> None:
         """Move `amount` bytes of `tier` from one account to another. Raises `ValueError` for a negative amount, or for
-        more than is booked under `source`."""
+        more than `source` has."""
         with self._lock:
             self.release({source: amount}, tier)
             self._current[tier][destination] += amount
-            if destination is not Account.SPARE:  # what a record leaves behind fills no more
+            if destination is not Account.SPARE:  # freed bytes cannot make a new peak
                 self.note_peak(tier)
 
     @contextmanager
     def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
-        """`allocate` on entry, `release` on exit, whatever happens in between."""
-        amounts = dict(amounts)  # what was booked is released, even where the caller's mapping changes meanwhile
+        """`allocate` on entry, `release` on exit, even after an error."""
+        amounts = dict(amounts)  # a copy, because the caller's mapping may change meanwhile
         self.allocate(amounts, tier, hint=hint)
         try:
             yield
@@ -144,13 +144,13 @@ class Ledger:
         return dict(self._moved)
 
     def restart_peaks(self) -> None:
-        """Forget earlier peaks and transfers: what is held now is where the next report begins."""
+        """Drop earlier peaks and transfers. The next report begins with the bytes held now."""
         self._at_peak = {tier: self._used(tier) for tier in Tier}
         self._required = Counter({tier: self.held(tier) - self.idle(tier) for tier in Tier})
         self._moved.clear()
 
     def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
-        """Bytes held now, at each tier's peak, and moved since `restart_peaks`. `allocator_peak`: of the report."""
+        """Bytes held now, at each tier's peak, and moved since `restart_peaks`. `allocator_peak`: as in the report."""
         return MemoryReport(
             tiers={
                 tier: TierReport(
@@ -168,8 +168,8 @@ class Ledger:
         )
 
     def note_peak(self, tier: Tier) -> None:
-        """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""
-        # Of equal heights the last one counts: memory is as high when it is obtained as when records fill it.
+        """Update the peak of `tier`. A lender calls this when it uses idle bytes, which it does not book."""
+        # Of equal peaks the last one counts, because memory is as high when it is obtained as when records fill it.
         with self._lock:
             used = self._used(tier)
             if used.total() >= self._at_peak[tier].total():
@@ -181,7 +181,7 @@ class Ledger:
         return used
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` with the numbers where the books contradict themselves."""
+        """Raise `RuntimeError` with the numbers if the ledger contradicts itself."""
         for tier in Tier:
             negative = {account: size for account, size in self._current[tier].items() if size < 0}
             peak, now, cap = self._at_peak[tier].total(), self.held(tier), self.budget.cap(tier)

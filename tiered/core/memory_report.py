@@ -1,4 +1,4 @@
-"""What a call held in each tier, as the ledger booked it."""
+"""Bytes of a call in each tier, from the ledger."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,12 +13,12 @@ class TierReport:
     """Bytes of one tier.
 
     Attributes:
-        current: held now.
-        peak: held at the most, without idle bytes (`Ledger.idle`).
-        at_peak: the same by account.
-        required: the least cap under which the same call runs. It is above the peak if a policy keeps hidden states,
-            because a call asks for the most that clusters may take.
-        cap: of the budget; None for no cap.
+        current: bytes held now.
+        peak: most bytes held, without idle bytes (`Ledger.idle`).
+        at_peak: bytes at the peak by account.
+        required: bytes of the least cap under which the same call runs. It is above the peak if a policy keeps hidden
+            states, because a call requires the most that clusters may take.
+        cap: bytes of the budget; None for no cap.
     """
 
     current: int
@@ -30,13 +30,13 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """What a call held and moved.
+    """Bytes that a call held and moved.
 
     Attributes:
         tiers: bytes by tier.
-        moved: bytes between tiers, as `"device->host"`.
-        allocator_peak: bytes that the device's own allocator saw; None where it keeps no such count (CPU).
-        disk_path: where the disk tier was; None without one.
+        moved: bytes moved between tiers, by `"device->host"` and so on.
+        allocator_peak: peak bytes of the device's own allocator; None if it has no such count (CPU).
+        disk_path: folder of the disk tier; None for no disk tier.
     """
 
     tiers: Mapping[Tier, TierReport]
@@ -46,18 +46,18 @@ class MemoryReport:
 
     @property
     def peak_device_bytes(self) -> int:
-        """Peak of the device tier. As a budget it may be too small: see `budget`."""
+        """Peak bytes of the device tier. As a budget it may be too small: see `budget`."""
         return self.tiers[Tier.DEVICE].peak
 
     @property
     def peak_host_bytes(self) -> int:
-        """Peak of the host tier (pinned memory). As a budget it may be too small: see `budget`."""
+        """Peak bytes of the host tier (pinned memory). As a budget it may be too small: see `budget`."""
         return self.tiers[Tier.HOST].peak
 
     @property
     def budget(self) -> MemoryBudget:
-        """The least budget under which the same call runs in the same way, to pass as `memory`: what device and host
-        required (`TierReport.required`), and the disk as it was."""
+        """The least budget, to pass as `memory`, under which the same call runs in the same way. Device and host have
+        their `TierReport.required`, the disk its own cap."""
         return MemoryBudget(
             device=self.tiers[Tier.DEVICE].required,
             host=self.tiers[Tier.HOST].required,

@@ -1,4 +1,4 @@
-"""The modes that calls run in: of torch, of Ctrl-C, and one thread at a time."""
+"""Modes of calls: torch's gradient mode, Ctrl-C at safe points, and turns of threads."""
 
 import signal
 import threading
@@ -9,14 +9,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-_LOOK_SECONDS = 0.1  # between two looks for Ctrl-C
+_LOOK_SECONDS = 0.1  # between two checks for Ctrl-C
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def call_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without gradients, with Ctrl-C at safe points, and outside `torch.inference_mode`, whose tensors a
-    later call could not write."""
+    """`function` without gradients and with Ctrl-C at safe points. It runs outside `torch.inference_mode`, because a
+    later call could not write tensors made inside."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -27,13 +27,13 @@ def call_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def safe_point() -> None:
-    """Raise a Ctrl-C that has come in a call. Books, fences and buffers are whole where this is called."""
+    """Raise a Ctrl-C that came during a call. Callers must have consistent books, fences and buffers."""
     _INTERRUPTS.deliver()
 
 
 class _Interrupts:
-    """Ctrl-C in the main thread, the only one that runs signal handlers. It is raised at the next safe point or at the
-    end of the call, because elsewhere it could leave the books wrong. A second one is raised at once."""
+    """Defers Ctrl-C in the main thread, the only one that runs signal handlers. It is raised at the next safe point or
+    at the end of the call, because elsewhere it could leave the books wrong. A second Ctrl-C is raised at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], object] | None = None  # the caller's, while a call defers
@@ -71,8 +71,8 @@ _INTERRUPTS = _Interrupts()
 
 
 class Turn:
-    """One thread holds the lock at a time, any number of times over; another thread waits until all holds have ended.
-    A hold may end in another thread and in any order. Ctrl-C ends the wait."""
+    """A lock that one thread may hold several times; other threads wait until all holds have ended. A hold may end in
+    another thread and in any order. Ctrl-C ends the wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""Books: the names of the ranges of the code."""
+"""Books: names of the ranges of the code."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ class Op(StrEnum):
     STEP = "step"  # one round of the denoising loop
     FORWARD = "forward"
     EMBED = "embed"
-    LAYER = "layer"  # between the pieces, rows are split and joined
+    LAYER = "layer"  # splits and joins rows between the pieces
     QKV = "qkv"  # norm, projections, rotary angles
     WRITE = "write"  # keys, values, hidden states and branches go to the cache
     ATTENTION = "attention"
@@ -23,12 +23,12 @@ class Op(StrEnum):
     FETCH = "fetch"  # records are chosen and requested
     WAIT = "wait"  # compute waits for a copy
     DECODE = "decode"
-    CHUNKS = "chunks"  # chunks of a streamed feature are chosen, to fetch and to send home
-    WEIGHTS = "weights"  # a streamed layer's are bound, and the next layer's are requested
+    CHUNKS = "chunks"  # chunks of a streamed feature are chosen, to fetch and to write home
+    WEIGHTS = "weights"  # a streamed layer's weights are bound, and the next layer's requested
     POLICY = "policy"  # chooses the rows of a step, and observes the commit
     DRIFT = "drift"  # attention of centroids, or of a block's rows, is compared with the last one
     GATHER = "gather"  # rows are gathered
-    PATCH = "patch"  # stored rows and centroids are renewed from recomputed rows
+    PATCH = "patch"  # stored rows and centroids are updated from recomputed rows
     VERIFY = "verify"  # dLLM-Cache finds rows that have changed
     WATCH = "watch"  # Elastic-Cache finds rows whose attention has changed
     GUIDANCE = "guidance"

@@ -1,4 +1,4 @@
-"""Books: how fast a machine computes, reads and copies, as measured or by its datasheet."""
+"""Books: a machine's rates of compute, reads and copies, measured or from its datasheet."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from tiered.kernels.row_code import WeightCode
 PRODUCTS_REACH, MEMORY_REACHES = 0.8, 0.9
 # FlashAttention-2 on an A100, forwards and backwards: 0.5 to 0.73 (arXiv 2307.08691).
 ATTENTION_REACHES = 0.5
-# Bytes a second and direction over 16 lanes, of 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
+# Reached bytes a second in one direction over 16 lanes, of nominal 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
 PCIE_4, PCIE_5 = 25e9, 50e9
-# Seconds of a layer that the host launches kernel by kernel: an estimate by counting, not measured on a GPU. Of 18
-# launches 11 are a library's at 10 µs and 7 Triton's at 70 µs, most of it Python.
+# Seconds of a layer whose kernels the host launches one by one. An estimate, not measured on a GPU: of 18 launches, 11
+# are a library's at 10 µs, and 7 are Triton's at 70 µs, mostly Python.
 LAUNCHED_LAYER = 6e-4
-# The share of `flops_per_second` that a product reaches with its weights in a code: estimates, not measured on a GPU,
-# from counted cycles of the kernel that decodes weights and multiplies them.
+# Share of `flops_per_second` that a product of coded weights reaches. Estimates, not measured on a GPU, from counted
+# cycles of the kernel that decodes and multiplies weights.
 CODED_PRODUCTS: Mapping[WeightCode, float] = {
     WeightCode.FP8: 0.5,
     WeightCode.INT8: 0.5,
@@ -34,14 +34,15 @@ class Rates:
     """The speed of a machine.
 
     Attributes:
-        flops_per_second: multiplications and additions of matrix products, in the dtype that models have there.
-        attention_flops_per_second: multiplications and additions of attention over many keys.
-        half_rows, attention_half_rows: rows that reach half of either rate, beyond what reading explains.
-        bytes_per_second: bytes read from the device's memory.
-        link_bytes_per_second: bytes copied from the host to the device.
-        layer_seconds: seconds of a layer without a program, however few its rows.
-        measured: True if the machine itself was measured; else the figures make an estimate.
-        multiprocessors: multiprocessors of a GPU; 0 for a CPU.
+        flops_per_second: FLOP/s of matrix products, in the machine's usual dtype for models.
+        attention_flops_per_second: FLOP/s of attention over many keys.
+        half_rows, attention_half_rows: rows at which either rate reaches half, apart from the limit of memory reads.
+        bytes_per_second: bytes a second read from the device's memory.
+        link_bytes_per_second: bytes a second copied from the host to the device.
+        layer_seconds: least seconds of a layer without a program, for any number of rows.
+        source: source of the figures.
+        measured: True if the machine itself was measured; False for an estimate.
+        multiprocessors: number of multiprocessors of a GPU; 0 for a CPU.
     """
 
     flops_per_second: float
@@ -85,8 +86,8 @@ DEVICES: Mapping[str, Rates] = {
 
 
 def rates_of(device: str | Path) -> Rates:
-    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote. Raises `TypeError` or `ValueError` for
-    anything else."""
+    """The rates of a GPU by name, or from a file of `tiered rates --out`. Raises `TypeError` or `ValueError` for other
+    values."""
     if not isinstance(device, str | Path):
         raise TypeError(f"device = {device!r}; the name of a device, or a file of rates, is allowed")
     name = str(device).lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")
@@ -104,6 +105,6 @@ def rates_of(device: str | Path) -> Rates:
             check_number(figure, given[figure], least=1.0)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"device = {str(device)!r} holds no rates, which `tiered rates --out` writes: {error}"
+            f"device = {str(device)!r} holds no rates; write the file by `tiered rates --out`: {error}"
         ) from error
     return Rates(**given)

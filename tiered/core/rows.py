@@ -1,4 +1,4 @@
-"""Which token positions of each sequence go through a layer."""
+"""The token positions of each sequence that go through a layer."""
 
 from dataclasses import dataclass, replace
 
@@ -12,13 +12,14 @@ from tiered.kernels.scatter_rows_ref import scatter_rows
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows, as many of every sequence; build with `span` or `at`.
+    """Rows, equally many of every sequence; built by `span` or `at`.
 
     Attributes:
-        index: column of every row, in any order; a span has one for all sequences.
-        valid: False at rows that are computed and never written: of a sequence that waits, or filler. None for none.
-        within: columns that hold all rows, as far as the host knows; empty if only the device knows.
-        is_span: whether the rows are the columns of `within`, in order: then slices replace gathers.
+        index: column of every row, in any order; a span has one index for all sequences.
+        valid: False at rows that are computed but never written, which are filler or of waiting sequences; None for no
+            such row.
+        within: host range that includes all columns; empty if only the device knows them.
+        is_span: whether the rows are the columns of `within`, in order, so that slices replace gathers.
     """
 
     index: Int[Tensor, "#batch rows"]
@@ -28,7 +29,7 @@ class Rows:
 
     @classmethod
     def span(cls, start: int, stop: int, device: torch.device | None = None) -> "Rows":
-        """Columns `start` to `stop` (exclusive) of every sequence. A slice of such rows launches nothing."""
+        """Columns `start` to `stop` (exclusive) of every sequence. A slice of such rows launches no kernel."""
         return cls(torch.arange(start, stop, device=device)[None], within=range(start, stop), is_span=True)
 
     @classmethod
@@ -47,16 +48,16 @@ class Rows:
 
     @property
     def flags(self) -> Bool[Tensor, "#batch rows"]:
-        """`valid`, True at all rows if it is None."""
+        """`valid`, or True for all rows if it is None."""
         return torch.ones_like(self.index, dtype=torch.bool) if self.valid is None else self.valid
 
     def only(self, rows: Bool[Tensor, " batch #rows"]) -> "Rows":
-        """The same rows, valid if they are True in `rows` too."""
+        """The same rows, valid only if also True in `rows`."""
         valid = rows.expand(-1, self.count) if self.valid is None else self.valid & rows
         return replace(self, valid=valid)
 
     def doubled(self) -> "Rows":
-        """The same rows for a batch that is there twice over, as classifier-free guidance has it."""
+        """The same rows for both halves of a batch with classifier-free guidance."""
         index = self.index if self.is_span else torch.cat([self.index, self.index])
         return replace(self, index=index, valid=None if self.valid is None else torch.cat([self.valid, self.valid]))
 
@@ -77,8 +78,8 @@ class Rows:
     def take(
         self, source: Shaped[Tensor, "batch heads length elements"]
     ) -> Shaped[Tensor, "sequences heads rows elements"]:
-        """The rows of `source`; a span is a view. A batch of 1 in `source` stands for every sequence; scattered rows
-        of fewer sequences than it has are of the first ones."""
+        """The rows of `source`, as a view for a span. A batch of 1 in `source` serves every sequence. If scattered rows
+        are of fewer sequences than `source` has, they are of the first ones."""
         if self.is_span:
             return source[:, :, self.within.start : self.within.stop]
         index = self.index
@@ -91,8 +92,7 @@ class Rows:
         values: Float[Tensor, "batch heads rows elements"],
         first: int = 0,
     ) -> None:
-        """Write `values` into our rows of `target`, valid ones only. `first`: column of the canvas that `target` begins
-        with."""
+        """Write `values` to the valid rows of `target`. `first`: canvas column of the first row of `target`."""
         if not self.is_span:
             index = self.index - first if first else self.index
             for_device(scatter_rows, target.device)(target, values, index, self.valid)
@@ -105,15 +105,15 @@ class Rows:
 
 
 def parts_of(rows: int, size: int) -> list[slice]:
-    """Slices of at most `size` of so many `rows`, which cover all of them in order."""
+    """Slices of at most `size` that cover `rows` rows in order."""
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
 def rows_where(*masks: Bool[Tensor, "batch length"]) -> tuple[Rows, list[int]]:
-    """The True columns of the first mask, ascending, then those of the second, and so on, each with filler behind in
-    sequences that have fewer. A column counts in its first mask alone.
+    """The True columns of each mask in turn, ascending, followed by filler in sequences that have fewer. A column
+    counts only in its first mask.
 
-    Returns the rows, and how many are of each mask. Reads from the device once.
+    Returns the rows, and the number of rows of each mask. Reads from the device once.
     """
     taken = torch.zeros_like(masks[0])
     apart: list[Tensor] = []

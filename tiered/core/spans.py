@@ -1,4 +1,4 @@
-"""Books: named ranges of the code, which cost next to nothing while no recorder is active in the thread."""
+"""Books: named ranges of the code, which cost almost no time without an active recorder in the thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,9 +17,10 @@ class TimedRange:
     """A range of the code, and the context manager that reports it.
 
     Attributes:
-        layer: index of the layer, also of a range around this one; None outside layers.
+        op: operation of the range.
+        layer: index of the layer, inherited from an enclosing range; None outside layers.
         forward: number of the step, from 0; None before the first.
-        parent: the range around this one; None for an outermost range.
+        parent: the enclosing range; None for an outermost range.
     """
 
     __slots__ = ("_recorder", "forward", "layer", "op", "parent")
@@ -38,12 +39,12 @@ class TimedRange:
 
 
 class Recorder:
-    """Follows the ranges of one thread, and the events of its tiers, while it is active (`recording`). Subclasses
+    """Records the ranges of one thread, and the events of its tiers, while it is active (`recording`). Subclasses
     extend `enter` and `leave`. No tensors.
 
     Attributes:
-        innermost: the open range that no other open range is inside of; None outside all ranges.
-        kinds: the kind of each step's forward; "" for a step without one.
+        innermost: the innermost open range; None outside all ranges.
+        kinds: kind of each step's forward; "" for a step without one.
         events: events of the tiers, in the order of their report. Times are ns of `time.monotonic_ns`.
     """
 
@@ -80,13 +81,13 @@ def active() -> Recorder | None:
 
 
 def span(op: Op, layer: int | None = None, kind: str | None = None) -> AbstractContextManager[Any]:
-    """`with span(Op.MLP, layer):` is a range of that name. `layer` and `kind` are as in `Recorder.span`."""
+    """A named range, as in `with span(Op.MLP, layer):`. `layer`, `kind`: as in `Recorder.span`."""
     recorder = _ACTIVE.get()
     return _NOTHING if recorder is None else recorder.span(op, layer, kind)
 
 
 def spanned(op: Op) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes every call of the decorated function a range."""
+    """A decorator that makes every call of a function a range."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -101,7 +102,7 @@ def spanned(op: Op) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def recording(recorder: AnyRecorder) -> Iterator[AnyRecorder]:
-    """Make `recorder` the active one of this thread for the block. An inner recorder replaces an outer one."""
+    """Make `recorder` the active one of this thread during the block. An inner recorder replaces an outer one."""
     token = _ACTIVE.set(recorder)
     try:
         yield recorder

@@ -1,12 +1,12 @@
-"""Writing a file so that it is there as a whole or not at all."""
+"""Writes a file whole or not at all."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 
 def write_then_rename(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then give it the name: a reader never sees half of it."""
+    """Let `write` fill a file beside `path`, then rename it, so that a reader never sees half of it."""
     part = path.with_name(f".{path.name}.part")
     write(part)
-    part.chmod(0o644)  # safetensors leaves its files to the owner alone
+    part.chmod(0o644)  # safetensors makes files that only the owner can read
     part.replace(path)

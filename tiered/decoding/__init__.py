@@ -1,1 +1,1 @@
-"""Canvas, block schedule, commit rules and the loop that joins them with a policy's forwards."""
+"""The denoising loop over a canvas: a policy's forwards, sampling and commit rules."""

@@ -1,4 +1,4 @@
-"""How far each row's attention in the last layer has moved since the step before, for commit rules that ask."""
+"""The shift of each row's last-layer attention since the step before, for commit rules that need it."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,11 @@ from tiered.kernels.host_values import on_device
 
 
 class AttentionShift:
-    """Keeps the log-probabilities of a block's rows and compares them with those of the next step (arXiv 2607.14107).
+    """Keeps the attention log-probabilities of a block's rows and compares them with the next step's (arXiv
+    2607.14107).
 
-    The rows are those whose logits the step needs, so entry i of a block's shift belongs to its token i also where a
-    family predicts from the row before. Each of them passes the last layer's attention once a step, or not at all.
+    The rows are those whose logits the step needs, so entry i of the shift belongs to the block's token i even with a
+    prediction shift. Each row passes the last layer's attention at most once a step.
     """
 
     def __init__(
@@ -31,9 +32,13 @@ class AttentionShift:
         soft_cap: float | None = None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """`log_rows`: memory for what is kept of `batch` sequences; with guidance, of the first half of the forward's.
-        Its columns are the canvas's, then the sinks. `soft_cap`, `sink_keys`: of the last layer. No noise mask is
-        needed: it hides nothing from the rows of a block."""
+        """
+        Args:
+            log_rows: buffer of log-probabilities, of the canvas's columns followed by the sinks. With guidance it has
+                the first half of the forward's sequences.
+            soft_cap, sink_keys: the last layer's. A noise mask is not needed, because it hides nothing from a block's
+                rows.
+        """
         self._log_rows, self._chunk = log_rows, chunk
         self._soft_cap, self._sink_keys = soft_cap, sink_keys
         batch, _, block_length, _ = log_rows.shape
@@ -42,12 +47,13 @@ class AttentionShift:
 
     @property
     def shift(self) -> Float32[Tensor, "batch block"]:
-        """KL(attention in this step ‖ when the row was last computed) of each row in nats, mean over heads; NaN where
-        it was not computed in this step, or never before."""
+        """KL in nats of each row's attention in this step from its attention when it was last computed, mean over
+        heads. NaN for a row not computed in this step, or never before."""
         return self._shift
 
     def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
-        """Begin a forward that needs the rows from column `first_row` on. `forget`: sequences without a step before."""
+        """Begin a forward that needs the rows from column `first_row`. `forget`: True for a sequence without a step
+        before."""
         self._first_row = first_row
         batch, _, block_length, _ = self._log_rows.shape
         if not self._stored:
@@ -55,18 +61,18 @@ class AttentionShift:
         elif any(forget):
             self._known &= ~on_device(forget, self._known.device)[:, None]
         self._compare = self._stored and not all(forget)
-        self._stored = True  # by the time the next step begins
+        self._stored = True  # true when the next step begins
         self._shift = self._log_rows.new_full((batch, block_length), torch.nan)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending), at a block's end."""
-        # Forgotten rather than moved: the next block's rows are others.
+        """Keep only these sequences (ascending), at a block's end."""
+        # Kept rows are dropped, not moved: the next block has other rows.
         self._log_rows, self._stored = self._log_rows[: len(sequences)], False
         self._known = self._known[: len(sequences)]
 
     @spanned(Op.DRIFT)
     def observe(self, rows: Rows, queries: Heads, keys: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> None:
-        """Compare the rows that the step needs, on their way through the last layer."""
+        """Compare the rows that the step needs; called in the last layer's attention."""
         batch, _, block_length, _ = self._log_rows.shape
         queries, keys = queries[:batch], keys[:batch]
         key_mask = None if key_mask is None else key_mask[:batch]
@@ -99,7 +105,7 @@ class AttentionShift:
         keys: Columns,
         key_mask: Bool[Tensor, "batch length"] | None,
     ) -> None:
-        """Compare rows of the block with what is kept, and keep them instead; None in `present`: all are there."""
+        """Compare rows of the block with the kept ones, and replace these. `present`: None for all rows."""
         batch, heads, rows, _ = queries.shape
         shift = queries.new_zeros(batch, rows, dtype=torch.float32)
         at_once = {"sequences": self._chunk.sequences, "heads_at_once": self._chunk.heads, "rows_at_once": max(1, rows)}

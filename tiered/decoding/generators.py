@@ -1,4 +1,4 @@
-"""Random streams of a call, one set for each sequence, so that a batch draws what each sequence draws alone."""
+"""Random generators of a call, one set a sequence, so that each sequence draws the same numbers in a batch as alone."""
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -7,23 +7,23 @@ from torch import Tensor
 from tiered.kernels.host_values import on_device
 from tiered.models.noise import Noise
 
-# Between the seeds of a sequence's streams: from one seed, all of them would be made of the same bits.
+# XORed into the seed, so that a sequence's streams do not draw the same bits.
 _RANKS, _GUMBEL, _RULES, _PRIOR = 0, 0x9E3779B9, 0x7F4A7C15, 0x5851F42D
 
 
 class Generators:
-    """Random streams, four for each sequence: sequence i of a batch with seed s draws what it would draw alone
-    with seed s + i, whatever the others do."""
+    """Four random streams for each sequence. Sequence i of a batch with seed s draws the same numbers as alone with
+    seed s + i."""
 
     def __init__(self, seed: int | None, batch: int, device: torch.device) -> None:
-        """`seed` None takes one from torch's default stream, so that `torch.manual_seed` governs the call."""
+        """`seed`: None for one from torch's default stream, so that `torch.manual_seed` determines the call."""
         first = int(torch.randint(2**62, ())) if seed is None else seed
 
         def streams(apart: int, where: torch.device | str = "cpu") -> list[torch.Generator]:
             return [torch.Generator(where).manual_seed((first + i) ^ apart) for i in range(batch)]
 
-        # Drawn on the CPU, so that a seed means the same on every device; but for the Gumbel numbers, one for each
-        # vocabulary entry: too many to carry over, and drawn where the logits are.
+        # These are drawn on the CPU, so that a seed means the same on every device. Gumbel numbers, one for each
+        # vocabulary entry, are too many to copy and are drawn on the logits' device.
         self._ranks, self._rules, self._prior = streams(_RANKS), streams(_RULES), streams(_PRIOR)
         self._gumbel = streams(_GUMBEL, device)
         self._device = device
@@ -35,8 +35,8 @@ class Generators:
     def confidence(
         self, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
     ) -> Float[Tensor, "batch columns"]:
-        """Uniform float64 scores for columns `start` to `stop`. Each active sequence draws for all of its columns, from
-        `pads[i]` to `stops[i]`, as the official sampler does."""
+        """Uniform float64 scores for columns `start` to `stop`. As in the official sampler, each active sequence draws
+        for all of its columns, from `pads[i]` to `stops[i]`."""
         scores = torch.zeros(len(pads), stop - start, dtype=torch.float64)
         for i, pad in enumerate(pads):
             if active[i]:
@@ -52,11 +52,11 @@ class Generators:
     def draw(
         self, sequence: int, rows: Int[Tensor, " rows"], logits: Float[Tensor, "rows vocab"], temperature: float
     ) -> Int[Tensor, " rows"]:
-        """Tokens from softmax(logits / temperature) for `rows` of the block. To replay recorded ones, replace it."""
+        """Tokens from softmax(logits / temperature) for `rows` of the block. Replace this method to replay tokens."""
         return self.gumbel(sequence, *logits.shape).mul_(temperature).add_(logits).argmax(dim=-1)
 
     def prior(self, columns: int, process: Noise) -> Int[Tensor, "batch columns"]:
-        """Pure noise: `columns` tokens of each sequence, as `process` makes them in the end."""
+        """Pure noise: `columns` tokens of each sequence at the last noise level of `process`."""
         share, mask = process.of_tokens(process.min_log_snr), process.mask_token_id
         drawn = []
         for stream in self._prior:
@@ -66,13 +66,13 @@ class Generators:
         return on_device(torch.stack(drawn), self._device)
 
     def of_block(self) -> "BlockStreams":
-        """What a commit rule draws from in the block that begins."""
+        """The random numbers of a commit rule in the next block."""
         return BlockStreams([int(torch.randint(2**62, (), generator=each)) for each in self._rules], self._device)
 
 
 class BlockStreams:
-    """Random numbers of one block, from a stream of each sequence that ends with the block. Sequences that wait draw
-    on, and their numbers are not read, so a rule needs no host read to find out which ones wait."""
+    """Random numbers of one block, from a stream for each sequence. Waiting sequences draw unused numbers, so a rule
+    needs no host read to know which ones wait."""
 
     def __init__(self, seeds: list[int], device: torch.device) -> None:
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Classifier-free guidance, as LLaDA writes it: un + (scale + 1) · (cond − un)."""
+"""Classifier-free guidance in LLaDA's form: un + (scale + 1) · (cond − un)."""
 
 from dataclasses import replace
 
@@ -14,17 +14,17 @@ from tiered.kernels.host_values import on_device
 
 
 class Guidance:
-    """Every canvas a second time with its prompt masked: the second half of the forward's sequences.
+    """Adds every canvas a second time with its prompt masked, as the second half of the forward's sequences.
 
-    A policy may leave sequences without their second canvas in some forwards (`Pass.guided`); they take the
-    difference cond − un that was computed last.
+    A policy may leave out a sequence's second canvas in some forwards (`Pass.guided`). Such a sequence reuses its last
+    difference cond − un.
     """
 
     def __init__(self, scale: float, mask_token_id: int) -> None:
         self.scale = scale
         self._mask_token_id = mask_token_id
         self._difference: Float[Tensor, "batch rows vocab"] | None = None
-        self._first = 0  # canvas column of its first row
+        self._first = 0  # canvas column of the difference's first row
 
     @spanned(Op.GUIDANCE)
     def ids(self, canvas: Canvas, guided: tuple[bool, ...] | None) -> Int[Tensor, "sequences length"]:
@@ -34,7 +34,7 @@ class Guidance:
         return torch.cat([tokens, tokens.masked_fill(canvas.committed_at == PROMPT, self._mask_token_id)])
 
     def doubled(self, pass_: Pass, canvas: Canvas) -> Pass:
-        """The pass over both halves, valid in the second where a sequence is guided."""
+        """The pass over both halves. In the second half, rows are valid for guided sequences only."""
         ids, rows, guided = self.ids(canvas, pass_.guided), pass_.rows, pass_.guided
         if guided is None or any(guided):
             rows = rows.doubled()
@@ -49,12 +49,12 @@ class Guidance:
         pass_: Pass,
         needed: tuple[int, int],
     ) -> Float[Tensor, "batch needed vocab"]:
-        """Guided logits of the rows `needed`; `logits`, of the output of `pass_`, is scratch space. Unless
-        `Pass.guided` is None, the output is a span that may hold more rows for the forwards to come."""
+        """Guided logits of the rows `needed`. `logits`, of the output of `pass_`, is scratch space. Unless
+        `Pass.guided` is None, the output is a span that may have more rows, for later forwards."""
         guided, output = pass_.guided, pass_.rows[pass_.output].within
         if guided is None:
             conditional, unconditional = logits.chunk(2)
-            # In place: (scale + 1) · cond − scale · un would round differently from the official order.
+            # In place and in the official order: (scale + 1) · cond − scale · un would round differently.
             return conditional.sub_(unconditional).mul_(self.scale + 1).add_(unconditional)
         conditional = logits[: len(guided)]
         if any(guided):
@@ -73,7 +73,7 @@ class Guidance:
     def _renew(self, conditional: Tensor, unconditional: Tensor, guided: tuple[bool, ...], first: int) -> None:
         difference = unconditional.sub_(conditional).neg_()
         if self._difference is None or self._difference.shape != difference.shape or self._first != first:
-            # Other rows than before: for a sequence left out here they were never computed.
+            # The rows changed, so no sequence has an earlier difference for them.
             self._difference, self._first = difference.clone(), first
             return
         chosen = [number for number, is_guided in enumerate(guided) if is_guided]

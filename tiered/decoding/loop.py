@@ -1,4 +1,4 @@
-"""The denoising loop: ask the policy for rows, forward, propose, commit, block after block."""
+"""The denoising loop, block after block: rows of the policy, forward, proposals, commit."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -30,8 +30,8 @@ Asking = Generator[Asked, Float[Tensor, "sequences rows vocab"], T]
 
 
 class Denoiser:
-    """One call's loop. Sequences that finish a block early wait for the others; sequences that have reached their end
-    leave at the block's end."""
+    """One call's loop. Sequences that finish a block early wait for the others. Sequences that have ended leave at the
+    block's end."""
 
     def __init__(
         self,
@@ -46,10 +46,14 @@ class Denoiser:
         shift: AttentionShift | None = None,
         inspector: Inspector | None = None,
     ) -> None:
-        """`rules`: the commit rule of each pass over the blocks. A second pass begins with every token open again.
-        `finishes_blocks`: a block with an end of an answer is finished before the answer is over.
-        `guidance`: with it `forward` has twice the sequences, of which the second half sees masked prompts.
-        `shift`: the attention shift that the rule compares; None for a rule that compares none."""
+        """
+        Args:
+            rules: commit rule of each pass over the blocks. A second pass begins with every token open again.
+            finishes_blocks: whether the block with an answer's end is finished before the answer is over.
+            guidance: None for no guidance. Otherwise `forward` has twice the sequences, the second half with masked
+                prompts.
+            shift: attention shift that the rule compares; None for a rule without one.
+        """
         self.canvas, self.forward, self.policy, self.rule = publisher.canvas, forward, policy, rules[0]
         self._model = forward.model
         self._proposer, self._publisher, self._guidance = proposer, publisher, guidance
@@ -60,7 +64,7 @@ class Denoiser:
         forward.attention_probe = None if shift is None else shift.observe
 
     def run(self) -> GenerationState:
-        """Denoise every block once with each of the rules."""
+        """Denoise every block once with each rule."""
         steps = self.steps()
         try:
             asked = next(steps)
@@ -70,8 +74,8 @@ class Denoiser:
             return done.value
 
     def steps(self) -> "Asking[GenerationState]":
-        """`run` as a generator, for a caller that computes the forwards. It yields each pass, and is sent the logits
-        or thrown the forward's `ValueError`."""
+        """`run` as a generator, for a caller that computes the forwards. It yields each pass; the caller sends its
+        logits, or throws its `ValueError`."""
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
@@ -133,7 +137,8 @@ class Denoiser:
         result.step_seconds.append(time.perf_counter() - began)
 
     def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
-        """One forward with its commit. Returns the pending rows of each sequence; 0 if it waits or is done."""
+        """One forward with its commit. Returns the number of pending rows of each sequence, 0 if it waits or is
+        done."""
         canvas, result = self.canvas, self._result
         active = [count > 0 for count in remaining]
         here = on_device(active, canvas.tokens.device)
@@ -160,7 +165,7 @@ class Denoiser:
         left, ended, broken = self._where_sequences_stand(step, candidates)
         if any(broken):
             raise self._not_finite(step, broken, self._first_broken(step))
-        # A block that is finished first is looked through then.
+        # If blocks are finished first, their ends are looked for afterwards.
         finishes, before = self._finishes_blocks, self._ended
         standing = zip(before, ended, left, strict=True)
         self._ended = [was or (now and not (finishes and count)) for was, now, count in standing]
@@ -172,14 +177,14 @@ class Denoiser:
         self, step: Step, asked: Pass, here: Bool[Tensor, " batch"]
     ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
         if self._shift is not None:
-            # Another block's rows are of no use, and a refresh moves every row at once.
+            # Rows of another block cannot be compared, and a refresh moves every row at once.
             refreshed = asked.refreshed or (asked.kind is StepKind.REFRESH,) * self.canvas.batch
             self._shift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
         with span(Op.FORWARD, kind=asked.kind.value):
             fed = asked if self._guidance is None else self._guidance.doubled(asked, self.canvas)
             try:
                 logits = yield self.forward, fed
-            except ValueError as error:  # clustering refuses rows that are not finite
+            except ValueError as error:  # clustering raises for rows that are not finite
                 if (found := self._first_broken(step)) is None:
                     raise
                 raise self._not_finite(step, step.active, found) from error
@@ -205,9 +210,10 @@ class Denoiser:
 
     @spanned(Op.COMMIT)
     def _where_sequences_stand(self, step: Step, candidates: Candidates) -> tuple[list[int], list[bool], list[bool]]:
-        """Pending rows of each sequence; whether it has ended: an end-of-sequence token is fixed and so is everything
-        in front of it; and whether its logits were broken. The one host synchronisation of a step."""
-        assert candidates.broken is not None, "the proposer looks"
+        """The number of pending rows of each sequence, whether it has ended, and whether its logits were not finite. A
+        sequence has ended if an end-of-sequence token and all tokens before it are fixed. This is the only host
+        synchronisation of a step."""
+        assert candidates.broken is not None, "the proposer looks for it"
         pending = self.canvas.pending(step.start, step.stop)
         left = pending.sum(dim=1)
         ended = torch.zeros_like(left, dtype=torch.bool)
@@ -218,7 +224,7 @@ class Denoiser:
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
 
     def _first_broken(self, step: Step) -> str | None:
-        """The source of NaN or infinity over the canvas as before this step; overwrites the caches of the call."""
+        """The source of NaN or infinity over the canvas before this step. Overwrites the caches of the call."""
         canvas, clock = self.canvas, on_device(step.forwards, self.canvas.tokens.device)[:, None]
         if not isinstance(self.rule, RewritingState):
             canvas.tokens.masked_fill_(canvas.committed_at == clock, self._model.mask_token_id)
@@ -246,7 +252,7 @@ class Denoiser:
 
 
 def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -> Asked:
-    """What is asked for next; nothing here keeps the logits of `pass_` meanwhile."""
+    """The next pass of `steps`. This frame does not keep the logits of `pass_` alive meanwhile."""
     try:
         logits = forward.logits(pass_)
     except ValueError as error:

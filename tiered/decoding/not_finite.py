@@ -1,4 +1,4 @@
-"""Where NaN or infinity comes from: looked for once a forward has gone wrong, so that steps do not pay for it."""
+"""Finds the source of NaN or infinity after a forward went wrong, so that normal steps do not pay for it."""
 
 from dataclasses import replace
 
@@ -14,14 +14,16 @@ from tiered.forward.passes import Pass
 
 
 def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, final: Border) -> str | None:
-    """The first part that is not finite, by name; None if all parts are, the logits of the rows `output` too. The step
-    goes over all rows of `ids` and overwrites the caches of `forward`. It reads from the device once a layer, and takes
-    the room of the call's largest forward. `final`: as in `Pass`."""
+    """The name of the first part that is not finite; None if all parts and the logits of the rows `output` are finite.
+
+    The search goes over all rows of `ids` and overwrites the caches of `forward`. It reads from the device once a
+    layer, and needs the room of the call's largest forward. `final`: as in `Pass`.
+    """
     found: list[str] = []
     forward.attention_probe = forward.rows_probe = forward.router_probe = None
 
     def look(what: str, pass_: Pass) -> None:
-        # In parts, for the CPU makes a float32 copy of other dtypes. Padding's rows say nothing.
+        # In parts, because the CPU makes a float32 copy of other dtypes. Rows of padding are ignored.
         parts = pass_.hidden.split(part_rows(len(pass_.hidden)), dim=1)
         norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts], dim=1)
         if (mask := forward.limits.key_mask) is not None:
@@ -34,11 +36,11 @@ def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output:
             look("a token's embedding", pass_)
         if not found:
             pass_ = forward.dense(layer, pass_)
-            look(f"what layer {layer} puts out", pass_)
+            look(f"the output of layer {layer}", pass_)
         return pass_
 
     most, last = forward.most_rows, Pass(ids, forward.rows, output, final=final, program=program)
-    if most < forward.length:  # where nothing behind the rows is ever read
+    if most < forward.length:  # a model whose rows read nothing behind them
         for part in parts_of(output.start, most):
             forward.logits(replace(last, rows=forward.rows[part], output=slice(0, 1)))
         last = replace(last, rows=forward.rows[output], output=slice(0, output.stop - output.start))
@@ -50,9 +52,9 @@ def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output:
 
 def cause(found: str | None, dtype: torch.dtype, cfg_scale: float | None) -> tuple[str, str]:
     if found is None and cfg_scale is not None:
-        return "the sum of guided logits", f"Each of the two is finite: cfg_scale = {cfg_scale:g} is too large"
+        return "the sum of guided logits", f"Both terms are finite, so cfg_scale = {cfg_scale:g} is too large; lower it"
     if found is None:
-        return "what the policy had cached", "With all rows computed anew every layer is finite"
+        return "a cached feature", "Every layer is finite with all rows computed anew; use policy = 'none'"
     if dtype == torch.float16:
-        return found, f"float16 ends at {torch.finfo(dtype).max:g}: dtype = 'bfloat16' or 'float32' goes further"
-    return found, "A weight, or a number in config.json, is likely not what the model was trained with"
+        return found, f"float16 ends at {torch.finfo(dtype).max:g}; load with dtype = 'bfloat16' or 'float32'"
+    return found, "A weight or a number in config.json is probably wrong; download the model again"

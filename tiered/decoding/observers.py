@@ -1,4 +1,4 @@
-"""What a caller may pass to look on while a canvas is denoised: at its tokens, or into the caches."""
+"""Observers that a caller may pass: streamers of tokens, and inspectors of caches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,26 +18,28 @@ from tiered.policies.polestar.update_log import GroupUpdate
 
 @runtime_checkable
 class Streamer(Protocol):
-    """A streamer as of transformers: ids come as CPU tensors [batch, n]. Two more methods, if it has them, are called
-    after every forward: `put_draft` with the block and proposals for its open columns, and `put_open` with the block as
-    it is on the canvas and a mask, True at columns that may still change."""
+    """A streamer as in transformers, which receives ids as CPU tensors [batch, n].
+
+    Two optional methods are called after every forward. `put_draft` receives the block with proposals for its open
+    columns. `put_open` receives the block on the canvas and a mask, True at columns that may still change.
+    """
 
     def put(self, value: Int[Tensor, "batch columns"]) -> None:
-        """The prompts first, then every block once it is final, up to where the last of its sequences ends."""
+        """Receive the prompts first, then every final block, up to the end of the longest answer."""
 
     def end(self) -> None:
-        """Nothing more comes, of a call that has failed as of any other."""
+        """Receive the end of the call, even of a failed one."""
 
 
 def check_streamer(streamer: object) -> None:
-    """Raise `TypeError` for what is neither a streamer nor None."""
+    """Raise `TypeError` unless `streamer` is a `Streamer` or None."""
     if streamer is not None and not isinstance(streamer, Streamer):
-        raise TypeError(f"a streamer has the methods put and end (and may have put_draft), not {streamer!r}")
+        raise TypeError(f"streamer = {streamer!r}; an object with put and end (and perhaps put_draft) is allowed")
 
 
 @contextmanager
 def ending(streamer: Streamer | None) -> Iterator[None]:
-    """End `streamer` at the block's end, also behind an error, or a thread that reads from it would wait for ever."""
+    """End `streamer` at the block's end, even after an error, or a thread that reads from it would wait forever."""
     try:
         yield
     finally:
@@ -47,11 +49,11 @@ def ending(streamer: Streamer | None) -> Iterator[None]:
 
 @runtime_checkable
 class Inspector(Protocol):
-    """Looks into the caches of a call while it runs, for an analysis; changes nothing."""
+    """Reads the caches of a call while it runs, without changing them."""
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """What it takes on the device at most, over a canvas of `length` columns; booked as long as the call lasts.
-        With guidance `sequences` is twice the canvas's."""
+        """Most device bytes of the inspector, by account, for a canvas of `length` columns; booked while the call
+        lasts. With guidance `sequences` is twice the canvas's."""
         ...
 
     def after_forward(
@@ -62,30 +64,34 @@ class Inspector(Protocol):
         forward: Forward,
         active: Bool[Tensor, " batch"],
     ) -> None:
-        """A forward has ended, its commit has not begun. `ids` is what the forward read (with guidance, twice the
-        canvas's sequences), `forward.store` what it left; `active` is False at sequences that wait for the others, of
-        which it wrote nothing. All are valid during the call only."""
+        """Called after a forward and before its commit. Arguments are valid during the call only.
+
+        Args:
+            ids: ids that the forward read; with guidance, twice the canvas's sequences.
+            forward: the forward, whose `store` has the features that it wrote.
+            active: False for waiting sequences, of which the forward wrote nothing.
+        """
 
 
 @runtime_checkable
 class Traced(Protocol):
-    """The state of a policy that tells more than its rows, for outputs and the live view."""
+    """The state of a policy that reports its updates and where its features lie."""
 
     @property
     def updates(self) -> Sequence[GroupUpdate]:
-        """What each update so far did."""
+        """Records of all updates so far."""
         ...
 
     def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
-        """Where the state of every canvas column is after `step`, as far as the policy decides it: `STORED` and
-        `FETCHED` of `ColumnState`. None for all of it on the device."""
+        """`ColumnState` flags `STORED` and `FETCHED` of every canvas column after `step`. None if all features are on
+        the device."""
         ...
 
 
 @runtime_checkable
 class CallInspector(Inspector, Protocol):
-    """An inspector that is shown what it looks at before the first forward."""
+    """An inspector that receives the call's objects before the first forward."""
 
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
-        """The call begins. All three are valid until it ends, and are its own: they are read, never written, but for
+        """Called at the call's start. The arguments are valid until its end and must not be changed, except
         `Forward.rows_probe` and `Forward.router_probe`."""

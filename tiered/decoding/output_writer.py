@@ -1,4 +1,4 @@
-"""The result of the denoising loop, its history, and what a streamer gets while it runs."""
+"""Writes the result of the denoising loop, its history, and the blocks for a streamer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,15 +24,16 @@ class GenerationState:
     """Answers, and the counts of the loop.
 
     Attributes:
-        answers: final ids of every sequence of the call, and padding behind those of fewer blocks than others.
+        answers: final ids of every sequence of the call; answers of fewer blocks than others are padded.
         lengths: tokens of each answer, without such padding.
-        forwards: forwards that each sequence took part in.
-        steps_by_kind: number of the batch's steps by kind.
-        rows: rows of each sequence that every forward recomputed, on average over layers.
-        experts: experts of a layer that every forward picked, on average over layers; 0 for a dense model.
-        seconds, step_seconds: wall time of the call, and of every forward with its commit.
-        block_ends: forwards after which each block ended.
-        history: answers before the first forward and after every one that changed something; may be empty.
+        forwards: forwards of each sequence.
+        steps_by_kind: number of steps of the batch, by kind.
+        rows: rows of a sequence that each forward recomputed, averaged over layers.
+        experts: experts that each forward picked, averaged over layers; 0 for a dense model.
+        seconds, step_seconds: wall-clock seconds of the call, and of every forward with its commit.
+        block_ends: number of forwards up to each block's end.
+        updates: records of the policy's updates.
+        history: answers before the first forward and after each that changed a token; empty if not requested.
     """
 
     answers: Int[Tensor, "batch answer"]
@@ -49,8 +50,8 @@ class GenerationState:
 
 
 class OutputWriter:
-    """Copies the answers of a call from its `canvas` to its `result`, in which the loop counts, to the history and to a
-    streamer. `ends`: tokens that end an answer. `stop_at_eos`: padding comes behind a sequence's end."""
+    """Copies a call's answers from its `canvas` to its `result`, to the history and to a streamer. The loop writes its
+    counts to `result`. `ends`: tokens that end an answer. `stop_at_eos`: whether padding follows a sequence's end."""
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class OutputWriter:
         output_history: bool = False,
         streamer: Streamer | None = None,
     ) -> None:
-        self._columns = canvas.answers.clone()  # of all blocks, by their columns on the canvas
+        self._columns = canvas.answers.clone()  # tokens of all blocks, by canvas column
         self._tails, self._counts = canvas.tails, canvas.tail_counts
         stops = canvas.answer_ends
         if model.shape.cuts_answers:
             stops = [min(stop, tail + max_new_tokens) for stop, tail in zip(stops, self._counts, strict=True)]
         self._stops = stops
-        self._told = 0  # columns of answers that a streamer has got
+        self._told = 0  # columns of answers sent to the streamer
         self.ends, self._pad = ends, model.pad_token_id
         lengths = [stop - tail for stop, tail in zip(stops, self._counts, strict=True)]
         self.result = GenerationState(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
@@ -85,8 +86,8 @@ class OutputWriter:
     def step(
         self, start: int, stop: int, ended: list[bool], candidates: Candidates | None, *, final: bool = True
     ) -> None:
-        """Publish what a step changed in the block from column `start` to `stop`. `candidates`: its draft; None if
-        tokens stay open. `final`: fixed tokens stay so."""
+        """Publish a step's changes of the block from column `start` to `stop`. `candidates`: the block's draft; None if
+        tokens stay open. `final`: whether fixed tokens stay fixed."""
         if not self._keeps_history and self._put_draft is None and self._put_open is None:
             return
         self.publish(start, stop, ended)
@@ -106,11 +107,11 @@ class OutputWriter:
             self._put_open(self._from_prompts(columns, start).cpu(), self._from_prompts(still, start).cpu())
 
     def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> None:
-        """A block is over; with `final` it stays as it is."""
+        """Publish a finished block; `final`: whether no later pass changes it."""
         self.publish(start, stop, ended)
         if self._streamer is None or not final:
             return
-        # Where answers begin in different columns of a block, what the shortest of them has so far.
+        # If answers begin in different columns of a block, only columns that the shortest answer has are sent.
         whole = all(ended) or stop == self.canvas.prompt_length + self._columns.shape[1]
         last = stop - self.canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
         done = self.result.answers[:, :last].cpu()
@@ -122,7 +123,7 @@ class OutputWriter:
 
     @spanned(Op.PUBLISH)
     def publish(self, start: int, stop: int, ended: list[bool]) -> None:
-        """Bring the result's columns of a block up to date; `ended`: by place in the canvas."""
+        """Update the result's columns of a block; `ended`: by place on the canvas."""
         canvas, answers = self.canvas, self._columns
         tokens, offset, places = canvas.tokens[:, start:stop].clone(), canvas.prompt_length, self._places()
         if self.stop_at_eos:
@@ -134,15 +135,15 @@ class OutputWriter:
         self.result.answers = self._answers()
 
     def _places(self) -> Int[Tensor, " sequences"]:
-        """The answers' rows of the sequences that are on the canvas: an index that is a list waits for the device."""
+        """Rows of the canvas's sequences in the answers. A tensor, because indexing by a list waits for the device."""
         return on_device(self.canvas.numbers, self._columns.device)
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
         return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
-        """What the block at `start` has of each answer: of the first one, which prompts reach into, from its first
-        token on."""
+        """The answers' tokens in the block at `start`. The first block may begin with tokens of prompts, which are left
+        out."""
         if start != self.canvas.prompt_length:
             return values
         return self._behind_prompts(values, [values.shape[1]] * len(values))
@@ -158,5 +159,5 @@ class OutputWriter:
         return columns.gather(1, place.clamp_(max=columns.shape[1] - 1)).masked_fill_(behind, self._pad)
 
     def _snapshot(self) -> Int[Tensor, "batch answer"]:
-        """A copy of the answers on the host: a history takes no room in the device tier."""
+        """A copy of the answers on the host, so that a history takes no device bytes."""
         return self.result.answers.to("cpu", copy=True)

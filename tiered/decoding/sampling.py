@@ -1,4 +1,4 @@
-"""From logits to candidates: the proposed token of every pending row, and how sure the model is of it."""
+"""From logits to candidates: the proposed token of every pending row, and the confidence in it."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
 from tiered.models.noise import Noise
 
-_SORTED_PARTS = 4  # of a sequence's rows, sorted one by one: a sort holds several times what it sorts
-_SUMMED_PARTS = 8  # of the vocabulary, summed one by one: sums are whole numbers twice as large as logits
-# Of a probability; a power of two, so that a float32 is a whole number of them down to 2⁻³⁶, and their sum an int64.
+_SORTED_PARTS = 4  # parts of a sequence's rows, sorted one by one, because a sort takes several times its input
+_SUMMED_PARTS = 8  # parts of the vocabulary, summed one by one, because int64 sums take twice the room of logits
+# Units of a probability: a power of two, so that a float32 down to 2⁻³⁶ is a whole number of them. Sums fit an int64.
 _UNITS = 2**60
 
 
@@ -22,12 +22,13 @@ class OpenBlock:
     """A step's view of the block.
 
     Attributes:
-        logits: of the rows that the step has computed; scratch space.
+        logits: logits of the rows that the step computed; scratch space.
         tokens: tokens of these rows on the canvas.
-        pending: rows that may be fixed, or rewritten.
-        remaining: number of them by sequence, 0 if it waits; used with `sampling.by_row` and by rules that rewrite.
+        pending: True for rows that may be fixed or rewritten.
+        remaining: number of pending rows by sequence, 0 if it waits; used with `sampling.by_row` and by rules that
+            rewrite.
         streams: random streams; None is allowed at temperature 0.
-        process: the noise that the model was trained on; None for masks alone.
+        process: noise process of the model's training; None for masks alone.
     """
 
     logits: Float[Tensor, "batch rows vocab"]
@@ -44,19 +45,19 @@ class OpenBlock:
         return [pending_first[i, :count] for i, count in enumerate(self.remaining)]
 
     def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
-        """Candidates of the rows, those that are not pending last in any rank."""
+        """Candidates of the rows. Rows that are not pending rank last."""
         confidence = confidence.double().masked_fill_(~self.pending, -torch.inf)
         return Candidates(tokens=tokens, confidence=confidence, pending=self.pending)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Tokens that could stand in the rows.
+    """Proposed tokens of the rows.
 
     Attributes:
-        tokens: drawn at a temperature, else the likeliest.
-        likeliest: of the model's own distribution, mask token left out.
-        least: the least logit that may be drawn in each row; None where all may.
+        tokens: tokens drawn at a temperature, or the likeliest ones.
+        likeliest: likeliest tokens of the model's own distribution, without the mask token.
+        least: least logit that may be drawn in each row; None for no limit.
     """
 
     tokens: Int[Tensor, "batch block"]
@@ -67,9 +68,9 @@ class Proposals:
 def propose(block: OpenBlock) -> Candidates:
     """Candidates of every row; the logits are scratch space afterwards.
 
-    The token is the argmax of logits + temperature · Gumbel numbers over those that `top_p` and `top_k` leave. Its
-    confidence has none of these numbers. The mask token is never proposed, and keeps its share of the distribution. The
-    most likely other token is never cut, and of equals at the edge of a cut all stay.
+    The token is the argmax of logits + temperature · Gumbel numbers among those that `top_p` and `top_k` leave. Its
+    confidence is without Gumbel numbers. The mask token is never proposed, but keeps its share of the distribution. The
+    likeliest other token is never cut, and equal logits at the edge of a cut all stay.
     """
     found, sampling = proposals(block), block.sampling
     temperature = 0.0
@@ -80,7 +81,7 @@ def propose(block: OpenBlock) -> Candidates:
 
 
 def proposals(block: OpenBlock) -> Proposals:
-    """The tokens of `propose`; the logits are as before afterwards."""
+    """The tokens of `propose`; the logits do not change."""
     logits, sampling = block.logits, block.sampling
     masked_out = logits[..., block.mask_token_id].clone()
     logits[..., block.mask_token_id] = -torch.inf
@@ -100,7 +101,7 @@ def proposals(block: OpenBlock) -> Proposals:
 
 
 def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
-    """The distribution of pending rows' tokens, in place of the logits; at temperature 0 all on the likeliest."""
+    """The distribution of pending rows' tokens, written over the logits; at temperature 0 all on the likeliest."""
     logits, sampling = block.logits, block.sampling
     likeliest = logits.argmax(dim=-1)
     if sampling.temperature == 0:
@@ -113,7 +114,7 @@ def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
 
 
 def _cut(logits: Float[Tensor, "batch block vocab"], least: Float[Tensor, "batch block"] | None) -> None:
-    """Leave nothing below `least`, a sequence at a time: the mask takes a fourth of the room of what it masks."""
+    """Set logits below `least` to −∞, a sequence at a time, because the mask takes a fourth of the logits' room."""
     if least is not None:
         for row_logits, bound in zip(logits, least, strict=True):
             row_logits.masked_fill_(row_logits < bound[:, None], -torch.inf)
@@ -126,9 +127,9 @@ def _least_logits(
     least = logits.new_full(likeliest.shape, -torch.inf)
     for i, pending in enumerate(rows):
         for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():
-            # A single row has no room for a copy beside its sort.
+            # The plan has no room for a copy of a single row beside its sort.
             bound = _least_logit(logits[i] if logits.shape[1] == 1 else logits[i, some], sampling)
-            # Where the model wants a mask, nothing else might be left.
+            # If the mask token is likeliest, the cut could leave no other token.
             least[i, some] = torch.minimum(bound, logits[i, some, likeliest[i, some]])
     return least
 
@@ -141,9 +142,9 @@ def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Flo
         falling = logits.sort(dim=-1, descending=True).values
         if sampling.top_k_first:
             falling.masked_fill_(falling < least[:, None], -torch.inf)
-        # A token stays where those before it have not exceeded top_p yet, so the one that does is the last.
+        # A token stays if the tokens before it do not exceed top_p, so the token that first exceeds it is the last.
         share = (falling / sampling.temperature if sampling.temperature > 0 else falling).softmax(dim=-1)
-        # Sums of whole numbers: those of floats depend on the order, which on CUDA is another one in every call.
+        # Sums are of integers, because sums of floats depend on the order, which varies from call to call on CUDA.
         last = reached = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
         for some in share.chunk(_SUMMED_PARTS, dim=-1):
             sums = some.mul_(_UNITS).long().cumsum_(dim=-1).add_(reached)
@@ -156,7 +157,8 @@ def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Flo
 def _draw(
     block: OpenBlock, least: Float[Tensor, "batch rows"] | None, sequence: int, rows: Int[Tensor, " rows"]
 ) -> Int[Tensor, " rows"]:
-    """Samples of one sequence's rows. One at a time: Gumbel numbers are in float64, twice as large as logits."""
+    """Samples of one sequence's rows. One sequence at a time, because float64 Gumbel numbers take twice the logits'
+    room."""
     assert block.streams is not None, "a temperature above 0 needs streams"
     allowed = block.logits[sequence, rows]
     if least is not None:
@@ -166,7 +168,7 @@ def _draw(
 
 
 def _confidence(block: OpenBlock, found: Proposals, temperature: float) -> Float64[Tensor, "batch block"]:
-    """Confidence in softmax(logits / temperature), or of the logits as they are at temperature 0. In place, since the
+    """Confidence under softmax(logits / temperature), or under the plain logits at temperature 0. In place, because the
     logits are the largest tensor of a step."""
     logits, kind = block.logits, block.sampling.confidence
     if kind == "probability":
@@ -177,15 +179,15 @@ def _confidence(block: OpenBlock, found: Proposals, temperature: float) -> Float
         logits /= temperature
     logits.exp_()
     if kind == "entropy":
-        # Σ p log(p + 1e-10), as the official code has it. One sequence at a time, for its logarithms take room.
+        # Σ p log(p + 1e-10), as in the official code. One sequence at a time, because the logarithms take room.
         logits /= logits.sum(dim=-1, keepdim=True)
         return torch.stack([(one + 1e-10).log_().mul_(one).sum(dim=-1) for one in logits]).double()
     if kind == "margin":
-        # The most likely token against the next. That may be the mask token, even as the larger one: a margin below 0.
+        # The likeliest token against the next, which may be the mask token. If that is larger, the margin is below 0.
         top = logits.gather(-1, found.likeliest[..., None])[..., 0].double()
         logits.scatter_(-1, found.likeliest[..., None], 0.0)
         return (top - logits.amax(dim=-1).double()) / (top + logits.sum(dim=-1).double())
-    # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i: near 1, where thresholds decide, the sum is small and float32
-    # keeps it exactly where a softmax would round it away.
+    # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i. Near 1, where thresholds decide, float32 has the small sum
+    # exactly, while a softmax would round it away.
     others = logits.scatter_(-1, found.tokens[..., None], 0.0).sum(dim=-1)
     return 1.0 / (1.0 + others.double())

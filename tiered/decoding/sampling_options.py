@@ -1,4 +1,4 @@
-"""How a step turns logits into proposals, and what it takes for the model's confidence in them."""
+"""Options of sampling: how a step proposes tokens and measures confidence in them."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,15 +14,18 @@ class Sampling:
     """Options of `propose`.
 
     Attributes:
-        temperature: tokens are drawn from softmax(logits / temperature); 0: the most likely one is taken.
-        top_p: draw only from the most likely tokens that together first exceed this probability, in (0, 1].
-        top_k: draw only from so many most likely tokens, at least 1. With both, a token has to pass both.
-        confidence: "probability" of the proposed token; "margin" of the most likely token over the next; "entropy":
-            the negative entropy Σ p log(p + 1e-10), in nats.
-        tempered_confidence: True if the confidence is of the distribution that tokens are drawn from, as in Dream:
-            divided by the temperature, then cut by `top_p` and `top_k`. False for the model's own, as in LLaDA.
-        top_k_first: True if `top_p` counts in what `top_k` leaves, as in SDAR; False for all tokens.
-        random_ranks: True if candidates are ranked by chance, whatever the confidence.
+        temperature: temperature of softmax(logits / temperature), from which tokens are drawn; 0 for the likeliest
+            token.
+        top_p: probability in (0, 1]; tokens are drawn from the most likely ones that together first exceed it. None for
+            no cut.
+        top_k: number of most likely tokens to draw from, at least 1; None for no cut. With both, a token must pass
+            both.
+        confidence: "probability" of the proposed token, "margin" between the two most likely tokens, or negative
+            "entropy" Σ p log(p + 1e-10), in nats.
+        tempered_confidence: True for confidence under the distribution that tokens are drawn from, as in Dream: divided
+            by the temperature, then cut by `top_p` and `top_k`. False for the model's own, as in LLaDA.
+        top_k_first: True if `top_p` is a share of the tokens that `top_k` leaves, as in SDAR; False for a share of all.
+        random_ranks: True if candidates are ranked randomly instead of by confidence.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range.
@@ -55,12 +58,12 @@ class Sampling:
 
     @property
     def by_row(self) -> bool:
-        """Whether pending rows are worked on by themselves, so that `propose` must know how many there are."""
+        """True if `propose` works on pending rows alone and needs their number."""
         return self.temperature > 0 or self.cuts
 
     @property
     def needs_room(self) -> bool:
-        """Whether `propose` takes more room than the logits, as `CallShape.sampled` has it booked."""
+        """True if `propose` needs room beside the logits, which `CallShape.sampled` books."""
         return self.by_row or self.confidence == "entropy"
 
 

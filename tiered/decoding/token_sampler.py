@@ -1,4 +1,4 @@
-"""From the logits of a step to the candidates of the block, whatever rows the step has computed."""
+"""From the logits of a step's rows, which may be any, to the candidates of the block."""
 
 from copy import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tiered.policies.base import Step
 
 
 class TokenSampler:
-    """How one call draws tokens, and ranks them where chance does."""
+    """Draws the tokens of one call, and their ranks if these are random."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class TokenSampler:
         min_new_tokens: int = 0,
         ends: tuple[int, ...] = (),
     ) -> None:
-        """`min_new_tokens`: tokens of an answer, from its first on, that are none of its `ends`."""
+        """`min_new_tokens`: number of first tokens of an answer that cannot be one of `ends`."""
         self._model, self._sampling, self._streams = model, sampling, streams
         self._min_new_tokens, self._ends = min_new_tokens, ends
         self._scores: Float[Tensor, "batch block"] | None = None
@@ -39,7 +39,7 @@ class TokenSampler:
     def draw_ranks(
         self, rule: CommitState, step: Step, pending: Bool[Tensor, "batch block"]
     ) -> Int[Tensor, "batch block"] | None:
-        """`Step.next_commits` of `step`, by ranks drawn at random; None if confidence ranks the candidates."""
+        """`Step.next_commits` of `step` by random ranks; None if confidence ranks the candidates."""
         if not self._sampling.random_ranks:
             return None
         canvas = step.canvas
@@ -47,7 +47,7 @@ class TokenSampler:
         self._scores = scores.masked_fill(~pending, -torch.inf)
         tokens = canvas.tokens[:, step.start : step.stop]
         ahead = Candidates(tokens=tokens, confidence=self._scores, pending=pending)
-        # A copy of the rule looks ahead: its count of steps goes on with the real choice alone.
+        # A copy of the rule looks ahead, because the rule's count of steps must advance with the real choice only.
         return copy(rule).choose(ahead) * (ahead.ranks() + 1)
 
     @spanned(Op.PROPOSE)
@@ -63,9 +63,9 @@ class TokenSampler:
         """Candidates of the block.
 
         Args:
-            rule: proposes by itself if it rewrites tokens.
-            logits: of the rows `output`; scratch space.
-            pending, remaining: open columns of the block, and how many there are, by sequence.
+            rule: the commit rule, which makes the proposals if it rewrites tokens.
+            logits: logits of the rows `output`; scratch space.
+            pending, remaining: open columns of the block, and their number in each sequence.
         """
         predicted = _predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
         tokens, columns = step.canvas.tokens[:, step.start : step.stop], None
@@ -74,7 +74,8 @@ class TokenSampler:
             tokens, pending = tokens.gather(1, columns), pending.gather(1, columns) & valid
             if self._sampling.by_row or isinstance(rule, RewritingState):
                 remaining = pending.sum(dim=1).tolist()
-        # Before anything is ruled out. The largest is NaN where any is, and infinite where the row says nothing.
+        # Checked before any logit is masked. A row's maximum is NaN if any logit is, and infinite if the row is
+        # useless.
         broken = (~logits.amax(dim=-1).isfinite() & pending).any(dim=1)
         self._keep_open(step, logits, columns)
         block = OpenBlock(
@@ -117,8 +118,8 @@ class TokenSampler:
 def _predicted_columns(
     output: Rows, shift: int, start: int, stop: int
 ) -> tuple[Int[Tensor, "batch rows"], Bool[Tensor, "batch rows"]] | None:
-    """Which column of the block (0: `start`) each row of `output` predicts, and whether it counts: filler and rows of
-    sequences that wait do not. None for a span, which is the whole block."""
+    """The block's column (0 for `start`) that each row of `output` predicts, and False for filler rows and rows of
+    waiting sequences. None for a span, which is the whole block."""
     if output.is_span:
         return None
     columns = output.index + (shift - start)
@@ -130,10 +131,10 @@ def _predicted_columns(
 def _spread(
     candidates: Candidates, columns: Int[Tensor, "batch rows"], valid: Bool[Tensor, "batch rows"], block: int
 ) -> Candidates:
-    """`candidates` of rows that predict `columns`, as those of the block's `block` columns: nothing is pending where
-    no valid row predicts."""
+    """Spread `candidates` of rows that predict `columns` over the block's `block` columns. Columns without a valid row
+    are not pending."""
     batch = len(columns)
-    # One column more, for the rows that do not count.
+    # One more column receives the invalid rows.
     place = columns.where(valid, block)
 
     def scattered(values: Tensor, fill: float | int | bool) -> Tensor:

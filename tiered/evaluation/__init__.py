@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on this runtime: the model `tiered`, and the harness's command line with it.
+"""lm-evaluation-harness on this runtime: the model `tiered`, and the harness's command line.
 
 The extra `eval` installs the harness (`pip install '.[eval]'` in the checkout); it is imported with the model.
 """
@@ -14,8 +14,8 @@ __all__ = ["TieredLM", "register"]
 
 
 def register() -> None:
-    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins. Raises
-    `ImportError`, which says how to get it, if the harness is not installed."""
+    """Register the model for `--model tiered` and `simple_evaluate(model="tiered")`. Raises `ImportError`, with the
+    command to install it, if the harness is missing."""
     with needing("eval"):
         from lm_eval.api.registry import model_registry
     if "tiered" not in model_registry:

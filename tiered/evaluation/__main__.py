@@ -11,7 +11,8 @@ from tiered.evaluation import register
 
 
 def main() -> int:
-    """Run the harness. Returns 2 for a bad argument or too little memory; `LMEVAL_LOG_LEVEL=DEBUG` shows where."""
+    """Run the harness. Returns 2 for a bad argument or too little memory; `LMEVAL_LOG_LEVEL=DEBUG` logs the
+    traceback."""
     try:
         register()
         from lm_eval.__main__ import cli_evaluate

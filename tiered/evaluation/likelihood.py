@@ -1,9 +1,10 @@
 """A lower bound on the log-probability of a text under a masked diffusion model, by sampling masks.
 
-    log p(x | c) >= -E_l E_m [ L / l · Σ over the l masked positions of -log p(x_i | c, what is not masked) ]
+    log p(x | c) >= -E_l E_m [ L / l · Σ over the l masked positions of -log p(x_i | c, unmasked positions) ]
 
 with l uniform in 1 … L and m any l of the L positions: LLaDA's estimator (arXiv 2502.09992). The bound is noisy, and
-takes `mc_num` uncached forwards over the whole text under any policy. Models of uniform noise (GIDD) have another one.
+takes `mc_num` uncached forwards over the whole text under any policy. Models of uniform noise (GIDD) need another
+bound.
 """
 
 import math
@@ -22,8 +23,8 @@ Ids = Sequence[int]
 
 
 def draw_masks(length: int, count: int, *, seed: int) -> Bool[Tensor, "count length"]:
-    """`count` masks of random positions. Their numbers of positions are spread evenly over 1 … `length` from a random
-    offset on, which makes the sum less noisy."""
+    """`count` masks of random positions. Their sizes are spread evenly over 1 … `length` from a random offset, which
+    reduces the variance."""
     generator = torch.Generator().manual_seed(seed)
     time = (torch.arange(count) + torch.rand((), generator=generator, dtype=torch.float64)) / count
     masked = (time * length).long().clamp_(max=length - 1) + 1
@@ -38,9 +39,9 @@ class Likelihood:
     Attributes:
         mc_num: number of masks of each text.
         batch_size: number of masks in a forward.
-        check_greedy: whether `score` also runs greedy decoding, one forward a token. If not, it returns False.
-        cfg_scale: classifier-free guidance; above 0 each mask takes a second forward, with the prefix masked.
-        seed: of the masks. Texts of one length get the same masks, so that choices are compared alike.
+        check_greedy: whether `score` also runs greedy decoding, one forward a token; otherwise it returns False.
+        cfg_scale: scale of classifier-free guidance; above 0 each mask takes a second forward, with the prefix masked.
+        seed: seed of the masks. Texts of one length get the same masks, so choices are compared fairly.
     """
 
     runtime: Runtime
@@ -56,14 +57,17 @@ class Likelihood:
         check_switch("is_check_greedy", self.check_greedy)
 
     def score(self, prefix: Ids, target: Ids) -> tuple[float, bool]:
-        """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target. Raises
-        `NotImplementedError` if the model's noise is not masks, or if its rows do not see the whole canvas, and
-        `NonFiniteError` if the bound is NaN or infinite."""
+        """The bound on log p(target | prefix), in nats, and whether greedy decoding gives the target.
+
+        Raises:
+            NotImplementedError: the model's noise is not masks, or its rows do not see the whole canvas.
+            NonFiniteError: the bound is NaN or infinite.
+        """
         shape = self.runtime.model.shape
         if shape.noise != "mask" or shape.block_causal:
-            other = "sees blocks" if shape.noise == "mask" else f"knows {shape.noise} noise"
+            other = "is block-causal" if shape.noise == "mask" else f"has {shape.noise} noise"
             raise NotImplementedError(
-                "loglikelihood is bounded for masked models where every row sees the whole answer; "
+                "loglikelihood needs a masked model whose rows see the whole canvas, but "
                 f"{self.runtime.name!r} ({shape.family}) {other}: tasks that generate (generate_until) are allowed"
             )
         if not target:
@@ -76,7 +80,7 @@ class Likelihood:
         return bound, self.check_greedy and self._is_greedy(prefix, target)
 
     def losses(self, prefix: Ids, target: Ids, masks: Bool[Tensor, "draws length"]) -> Float[Tensor, " draws"]:
-        """The term of each mask, float64: L / l times the sum over its masked positions."""
+        """The estimator's term of each mask, float64: L / l times the sum over its masked positions."""
         device, start = self.runtime.device, len(prefix)
         masks = masks.to(device)
         ids = torch.tensor([*prefix, *target], device=device).repeat(len(masks), 1)

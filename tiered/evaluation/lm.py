@@ -1,4 +1,4 @@
-"""The harness's model: answers of this runtime to requests of lm-evaluation-harness 0.4.13 and later."""
+"""The model class of lm-evaluation-harness (0.4.13 and later), which answers its requests by this runtime."""
 
 import inspect
 import logging
@@ -47,17 +47,18 @@ class TieredLM(TemplateLM):
         """Load the model. Every option is checked here, before the first task.
 
         Args:
-            pretrained: as in `tiered.from_pretrained`, or a `Runtime`.
-            batch_size: most requests that are denoised at a time; the budget may allow fewer. "auto" is
-                `max_batch_size`, or 64.
-            add_bos_token: put the beginning-of-sequence token in front of prompts that do not begin with it.
-            mc_num, is_check_greedy: of `loglikelihood`; see `Likelihood`.
-            **options: those of `tiered.from_pretrained`; `host_memory`, `disk_memory` and `disk_path` beside `memory`;
-                `policy_<option>` of the policy; and, for requests that do not set them, those of `Runtime.generate`.
+            pretrained: path or name as in `tiered.from_pretrained`, or a `Runtime`.
+            batch_size: most requests denoised at a time; the budget may allow fewer. "auto" for `max_batch_size`, or
+                64.
+            add_bos_token: whether prompts without the beginning-of-sequence token get it.
+            mc_num, is_check_greedy: options of `loglikelihood`; see `Likelihood`.
+            **options: arguments of `tiered.from_pretrained`, with `host_memory`, `disk_memory` and `disk_path` beside
+                `memory`, and `policy_<option>` for the policy. Options of `Runtime.generate` are the defaults of
+                requests.
 
         Raises:
             TierCapacityError, FileNotFoundError: as `tiered.from_pretrained`.
-            TypeError, ValueError: a wrong or unknown option (names the nearest), or a model without a tokenizer.
+            TypeError, ValueError: a wrong or unknown option (with the nearest name), or a model without a tokenizer.
         """
         super().__init__()
         size = (max_batch_size or 64) if str(batch_size).startswith("auto") else batch_size
@@ -87,7 +88,7 @@ class TieredLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "TieredLM":
-        """The model of `--model_args`, which win over the `--batch_size` and `--device` of every command line."""
+        """The model of `--model_args`, which override `--batch_size` and `--device`."""
         return super().create_from_arg_obj({}, (additional_config or {}) | arg_dict)
 
     @classmethod
@@ -95,10 +96,11 @@ class TieredLM(TemplateLM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers to (context, gen_kwargs). No answer depends on the others: request n has the seed + n.
+        """The answers to (context, gen_kwargs). Answers do not depend on each other: request n has the seed + n.
 
         Raises:
-            TypeError, ValueError: bad `gen_kwargs`, named, or no room for a prompt; no request is answered then.
+            TypeError, ValueError: bad `gen_kwargs`, named in the message, or no room for a prompt; no request is
+                answered.
             TierCapacityError: the budget has no room for a request, even alone.
         """
         asked: list[Request] = []
@@ -143,7 +145,7 @@ class TieredLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of every (text,): the sum of the bounds of windows as long as the model's context."""
+        """For every (text,), the sum of the bounds of windows as long as the model's context."""
         results = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood_rolling requests"):
             ids, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
@@ -163,8 +165,8 @@ class TieredLM(TemplateLM):
         return self.tokenizer.convert_tokens_to_ids(str(bos)) if bos else self.eot_token_id  # type: ignore[return-value]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Ids of a text. One that begins with the beginning-of-sequence token, as after a chat template, gets no second
-        one. `add_special_tokens`: False for a text that begins no sequence."""
+        """Ids of a text. A text that begins with the beginning-of-sequence token, as after a chat template, gets no
+        second one. `add_special_tokens`: False for a text inside a sequence."""
         bos = str(self.tokenizer.bos_token or "")
         if self._bos and add_special_tokens is not False and not string.startswith(bos):
             string = bos + string
@@ -173,7 +175,7 @@ class TieredLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         how: Any = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        how["continue_final_message"] = not add_generation_prompt  # a task's `gen_prefix`, the answer's own beginning
+        how["continue_final_message"] = not add_generation_prompt  # a task's `gen_prefix` begins the answer
         return str(self.tokenizer.apply_chat_template(chat_history, **how))
 
     @property
@@ -181,7 +183,7 @@ class TieredLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """Settings and totals, for the results. A shared forward counts once for each answer in it."""
+        """Settings and totals for the results. A shared forward counts once for each answer in it."""
         counts, ledger = self._scheduler.counts, self.runtime.ledger
         seconds = sum(counts.clock.seconds.values())
         return {
@@ -203,7 +205,7 @@ class TieredLM(TemplateLM):
 
 
 def _loaded(pretrained: str | Path | Runtime, options: dict[str, Any]) -> tuple[Runtime, dict[str, Any]]:
-    """The runtime, and the options that are left: those of `Runtime.generate`."""
+    """The runtime, and the remaining options, which are for `Runtime.generate`."""
     own = inspect.signature(TieredLM).parameters.keys() - {"options"}
     policy = {name.removeprefix("policy_"): options.pop(name) for name in [*options] if name.startswith("policy_")}
     for name in options:
@@ -213,16 +215,18 @@ def _loaded(pretrained: str | Path | Runtime, options: dict[str, Any]) -> tuple[
     if isinstance(pretrained, Runtime):
         chosen = given.pop("policy", pretrained.policy)
         if given:
-            raise ValueError(f"the runtime is loaded already: {', '.join(given)} cannot change")
+            raise ValueError(f"{', '.join(given)} cannot change, because the runtime is loaded already")
         return pretrained.with_policy(chosen, **policy), options
     below = {_BELOW[name]: given.pop(name) for name in _BELOW if name in given}
     memory = replace(MemoryBudget.of(given.pop("memory", None)), **below)
     if str(given.get("device", "")).startswith("cuda") and pick_device("auto").type != "cuda":
-        logging.getLogger(__name__).warning("no CUDA here for device = %r: the CPU is used", str(given.pop("device")))
+        logging.getLogger(__name__).warning(
+            "device = %r, but there is no CUDA: using the CPU", str(given.pop("device"))
+        )
     return from_pretrained(pretrained, memory=memory, **given, **policy), options
 
 
 def _seed(options: dict[str, Any], place: int = 0) -> int:
-    """The option `seed`, or torch's own seed if it is not given, which the harness sets by `--seed`; plus `place`."""
+    """The option `seed` plus `place`; without it, torch's seed, which the harness sets by `--seed`, plus `place`."""
     seed = options.get("seed")
     return ((torch.initial_seed() if seed is None else seed) + place) % 2**62

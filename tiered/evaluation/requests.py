@@ -21,18 +21,21 @@ MODEL_NAMES = (*_OWN_NAMES, *ALIASES, *GIDD_ALIASES, *MASK_NAMES, *ALWAYS_NAMES)
 def request_options(
     gen_kwargs: Mapping[str, Any], defaults: Mapping[str, Any], model: DiffusionModel
 ) -> tuple[dict[str, Any], int, list[str]]:
-    """Options of `Runtime.generate`, `max_gen_toks` and the stop strings of a request. The option `max_new_tokens` is
-    `max_gen_toks` rounded up to whole blocks. `defaults`: options under their own names, and `max_gen_toks`. Raises
-    `TypeError` or `ValueError` for an unknown name (with the nearest valid one), or a bad value."""
+    """Options of `Runtime.generate`, `max_gen_toks` and the stop strings of a request. `max_new_tokens` is
+    `max_gen_toks` rounded up to whole blocks. `defaults`: options under the library's names, and `max_gen_toks`.
+
+    Raises:
+        TypeError, ValueError: an unknown name (with the nearest valid one), or a bad value.
+    """
     mask, in_blocks = model.mask_token_id, model.shape.block_causal
     given = resolve_aliases(gen_kwargs, _REQUEST_NAMES, mask_token_id=mask, block_causal=in_blocks)
     for name, allowed in NEUTRAL.items():
         if (value := given.pop(name, allowed)) != allowed:
-            raise ValueError(f"gen_kwargs: {name} = {value!r} means nothing to a diffusion model; {allowed} is allowed")
+            raise ValueError(f"gen_kwargs: {name} = {value!r} is not for diffusion models; {allowed} is allowed")
     until = handle_stop_sequences(given.pop("until", None), eos=None)
     if given.get("top_k") in (0, -1):  # "off" in vLLM and transformers
         given["top_k"] = None
-    # Greedy decoding takes top_p and top_k of the defaults alone, since some commit rules rank candidates by them.
+    # Greedy decoding uses top_p and top_k of the defaults only, because some commit rules rank candidates by them.
     unused = ("top_p", "top_k") if given.get("do_sample") is False else ()
     own = {name: value for name, value in defaults.items() if name != "max_gen_toks"}
     own |= {name: value for name, value in given.items() if name not in unused}
@@ -45,8 +48,8 @@ def request_options(
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos: int, until: Sequence[str]) -> str:
-    """The text of `ids`, an answer, up to its end: the end-of-sequence token or the stop string that begins first."""
-    # Decoding drops special tokens, so that a stop string such as "<|eot_id|>" would never be seen in text.
+    """The text of an answer's `ids` before its end-of-sequence token or its first stop string."""
+    # Decoding drops special tokens, so a stop string such as "<|eot_id|>" never appears in the text.
     special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = {eos, *(special[stop] for stop in until if stop in special)}
     kept = list(takewhile(lambda token: token not in ends, ids))

@@ -1,4 +1,4 @@
-"""A call under torch's profiler: our ranges, our copies and waits beside them, and the time of each operation.
+"""A call under torch's profiler: ranges of operations, copies and waits, and the time of each operation.
 
 Source: "Trace Event Format" (Google, 2016): complete events ("X") with µs, and metadata events ("M") for names.
 """
@@ -34,26 +34,24 @@ _TRACKS = {"waits": 1} | {f"copy: {lane}": number for number, lane in enumerate(
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """The ranges of one operation, without ranges inside them."""
+    """Time in one operation's ranges, without ranges nested in them."""
 
     op: Op
     us: float  # µs of the host
-    device_us: float  # µs of the kernels that they launched; 0 on a CPU
+    device_us: float  # µs of the kernels launched in them; 0 on a CPU
     count: int  # number of ranges
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A call and its trace."""
-
     out: GenerationOutput
-    kinds: list[str]  # of each step
-    ops: list[OpTime]  # the longest first
+    kinds: list[str]  # kind of each step
+    ops: list[OpTime]  # longest first
     trace: dict[str, Any]  # the profile in Chrome's format, with tracks for copies and waits
 
 
 class _Marking(Recorder):
-    """Makes every range one of the profiler's. `steps`: the times at which steps began, ns of `time.monotonic_ns`."""
+    """Reports every range to the profiler. `steps`: start times of steps, ns of `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,10 +87,10 @@ def trace_call(runtime: Runtime, inputs: Inputs, **options: Any) -> TracedCall:
 
 def add_copies(trace: dict[str, Any], recorder: Recorder, steps: list[int]) -> None:
     """Add the copies and waits of `recorder` to `trace`, the profile of the same call, and the step's number and kind
-    to every range. `steps`: times at which the steps began, in ns of the clock of the copies."""
+    to every range. `steps`: start times of steps, ns of the copies' clock."""
     ranges = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     began = sorted(event["ts"] for event in ranges if event["name"] == Op.STEP)
-    # The profiler has a clock of its own. A step begins on it right after the other clock was read.
+    # The profiler has its own clock. A step's range begins there right after the other clock was read.
     offset = min((ts - ns / 1000 for ts, ns in zip(began, steps, strict=True)), default=0.0)
     added = [each for event in recorder.events if (each := _on_track(event, offset)) is not None]
     for event in ranges + added:
@@ -132,13 +130,13 @@ def _on_track(event: TierEvent, offset: float) -> dict[str, Any] | None:
 
 
 def op_times(events: Iterable[Mapping[str, Any]]) -> list[OpTime]:
-    """The operations of a profile, the longest first; `CONTAINERS` are left out. `events`: in Chrome's format."""
+    """The operations of a profile, longest first, without `CONTAINERS`. `events`: in Chrome's format."""
     host, device, count, launched = Counter[str](), Counter[str](), Counter[str](), Counter[Any]()
     timed = [event for event in events if event.get("cat") in {"user_annotation", *_LAUNCHES, *_ON_DEVICE}]
     for event in timed:
         if event["cat"] in _ON_DEVICE:
             launched[event["args"].get("correlation")] += event["dur"]
-    threads = {event["tid"] for event in timed if event["cat"] == "user_annotation"}  # a lane's launches copies too
+    threads = {event["tid"] for event in timed if event["cat"] == "user_annotation"}  # a lane's thread launches copies
     ours = [event for event in timed if event["cat"] not in _ON_DEVICE and event["tid"] in threads]
     inside: list[tuple[str, float]] = []  # the open ranges: operation and end
     for event in sorted(ours, key=lambda event: (event["ts"], -event["dur"])):
@@ -156,7 +154,7 @@ def op_times(events: Iterable[Mapping[str, Any]]) -> list[OpTime]:
 
 
 def trace_report(call: TracedCall) -> str:
-    """Time by operation beside the wall clock, and of copies the hidden and the exposed time."""
+    """A table of the time by operation beside wall-clock time, and of the copies' hidden and exposed time."""
     wall, tiers = 1000 * call.out.timings.total, call.out.tiers
     share = sum(each.us for each in call.ops) / 10 / wall
     lines = [
@@ -176,7 +174,7 @@ def trace_report(call: TracedCall) -> str:
 
 
 def write_trace(path: Path, trace: Mapping[str, Any]) -> None:
-    """Write `trace` as a whole or not at all, under gzip if the name ends in .gz. Raises `OSError`."""
+    """Write `trace` whole or not at all, with gzip if the name ends in .gz. Raises `OSError`."""
     text = json.dumps(trace, allow_nan=False, separators=(",", ":")).encode()
     zipped = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
     write_then_rename(path, lambda part: part.write_bytes(zipped))

@@ -1,4 +1,4 @@
-"""Caching policies: which rows a step recomputes, and when. One file each, registered by name."""
+"""Caching policies, which decide the rows that a step recomputes. One file each, registered by name."""
 
-# Here, where it takes no torch to read it.
+# Defined here, so that reading it needs no torch.
 DEFAULT_POLICY = "auto"

@@ -1,4 +1,5 @@
-"""The contract of a caching policy: what it keeps, and which rows each step recomputes (docs/adding.md).
+"""The contract of a caching policy: the features that it keeps, and the rows that each step recomputes
+(docs/adding.md).
 
 A policy is a frozen dataclass of options. `start` makes the state of one call, which gives the `Pass` of every forward
 and observes every commit.
@@ -26,21 +27,21 @@ from tiered.tiers.record_bytes import RecordBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Where the loop stands before a forward.
+    """The state of the loop before a forward.
 
     Attributes:
-        canvas: tokens, committed steps and pads of every sequence; read it, never write it.
+        canvas: tokens, commit times and pads of every sequence; read-only.
         block: number of the current block; `start` and `stop` are its columns.
-        number: forwards done in this block (0: the block begins).
+        number: forwards done in this block; 0 at its beginning.
         first_row, last_row: span of rows whose logits the commit rule needs: the block, or one row earlier in a family
             that predicts position p from row p − 1.
-        forwards: forwards that each sequence has taken part in: its own clock, whatever else is in the batch.
-        active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
-        next_commits: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks,
-            and 0 elsewhere, under random remasking. None if the rule decides on the logits.
+        forwards: forwards of each sequence so far, its own clock.
+        active: True for sequences in this forward; the others have no token left to commit in the block, and wait.
+        next_commits: 1, 2, … at the columns committed after this forward, in order, and 0 elsewhere, under random
+            remasking. None if the rule needs the logits.
         guidance: whether there is classifier-free guidance.
-        remasked: True at a block's first forward under a noise mask (`ModelShape.sight`). Everything cached in
-            front of the block was computed under another mask, and the forward must recompute it.
+        remasked: True at a block's first forward under a noise mask (`ModelShape.sight`). Features cached before the
+            block were computed under another mask, and the forward must recompute them.
         rewrites: whether a token may be committed more than once.
     """
 
@@ -60,15 +61,15 @@ class Step:
 
     @classmethod
     def first(cls, canvas: Canvas, block: int, shape: ModelShape, *, begun: bool, **more: Any) -> "Step":
-        """The first of `block`. `begun`: whether the call has had a forward; `more`: further fields."""
+        """The first step of `block`. `begun`: whether the call has had a forward; `more`: other fields."""
         start, stop = canvas.block_span(block)
         rows = {"first_row": start - shape.prediction_shift, "last_row": stop - shape.prediction_shift}
         remasked = shape.sight == "noise" and begun
         return cls(canvas=canvas, block=block, start=start, stop=stop, remasked=remasked, **rows, **more)
 
     def due(self, interval: int | None) -> tuple[bool, ...]:
-        """Active sequences that have taken part in a multiple of `interval` steps; all of them in a call's first step,
-        and none after it if `interval` is None."""
+        """True for active sequences with a multiple of `interval` forwards. In a call's first step all are due, and
+        none after it if `interval` is None."""
         return tuple(
             here and (not forwards or (interval is not None and forwards % interval == 0))
             for here, forwards in zip(self.active, self.forwards, strict=True)
@@ -80,20 +81,20 @@ class Step:
         return self.of_rows(self.canvas.rows[start:stop], slice(self.first_row - start, self.last_row - start), kind)
 
     def of_rows(self, rows: Rows, output: slice, kind: StepKind, program: LayerProgram | None = None) -> Pass:
-        """A pass over any rows, of which `output` says where those stand whose logits are needed."""
+        """A pass over any rows; `output`: places of the rows whose logits are needed."""
         return Pass(self.canvas.tokens, rows, output, kind, self.start, program)
 
     def written(self, start: int, stop: int, kind: StepKind) -> Pass:
-        """A pass over columns `start` to `stop`, whose tokens are final, for their keys and values alone: no row has
+        """A pass over columns `start` to `stop`, whose tokens are final, for their keys and values alone, without
         logits."""
         return Pass(self.canvas.tokens, self.canvas.rows[start:stop], slice(0, 0), kind, stop)
 
 
 class PolicyState(ABC):
-    """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
+    """The mutable state of a policy in one call, made by `Policy.start`."""
 
     def before_block(self, step: Step) -> Iterable[Pass]:
-        """The forwards that a block needs before its first step, in order, over rows whose tokens are final
+        """The forwards that a block needs before its first step, in order, over rows with final tokens
         (`Step.written`)."""
         return ()
 
@@ -101,25 +102,25 @@ class PolicyState(ABC):
     def rows(self, step: Step) -> Pass:
         """The next forward, made by a method of `step`."""
 
-    # Most policies need neither of the two below, hence no abstract methods.
+    # Not abstract, because most policies need neither of these two.
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
-        """Called after every commit; `committed` is True where the block's tokens were fixed in this step."""
+        """Called after every commit; `committed`: True for tokens of the block that this step fixed."""
 
     def keep(self, sequences: list[int]) -> None:  # noqa: B027
-        """Called at a block's end when only these sequences (ascending) go on. State by sequence must follow."""
+        """Keep the state of only these sequences (ascending); called at a block's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a call provides for a policy beside its features and a plain step.
+    """A policy's needs beside its features and a plain step.
 
     Attributes:
-        buffers: gives what the policy's state and programs hold on the device.
-        records: gives the bytes of the hidden states in the tiers; None for no records.
-        on_host: those of `Policy.features` that are kept in the host tier, and streamed, even if the device has room.
-        logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
-        most_rows: rows of a sequence that go through a layer in one step, at most; None for the whole canvas.
-        reads_keys: whether anything but attention reads a layer's keys (`Forward.keys`), which may have to be decoded.
+        buffers: returns the device buffers of the policy's state and programs.
+        records: returns the bytes of the hidden states in the tiers; None for no records.
+        on_host: features of `Policy.features` that are kept in the host tier and streamed, even if the device has room.
+        logit_rows: most rows of a sequence whose logits a step computes; None for the block's rows.
+        most_rows: most rows of a sequence that go through a layer in one step; None for the whole canvas.
+        reads_keys: whether the policy reads a layer's keys (`Forward.keys`), which may have to be decoded.
         skips_guidance: whether any step leaves sequences without guidance (`Pass.guided`).
     """
 
@@ -137,7 +138,7 @@ class Policy(ABC):
     """Options of a caching policy. Raises `ValueError` or `TypeError` on construction for options out of range."""
 
     name: ClassVar[str]
-    # A cache of what later tokens would change is for canvases alone.
+    # By default for canvases only, because the features of block-causal models do not go stale.
     sights: ClassVar[frozenset[Sight]] = CANVAS
 
     def __str__(self) -> str:
@@ -157,29 +158,29 @@ class Policy(ABC):
         return {name: value for name, value in self.options.items() if value != self.defaults[name]}
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        """Layers of each feature on the device: `shape.layers`, or 1 for a workspace that each layer overwrites. `KEY`
-        and `VALUE` are always there."""
+        """Number of layers of each feature on the device: `shape.layers`, or 1 for a workspace that each layer
+        overwrites. `KEY` and `VALUE` are required."""
         return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
     def needs(self, sizes: CallShape) -> Needs:
-        """What a call of these `sizes` provides beside `features` and a plain step."""
+        """Needs of a call of these `sizes` beside `features` and a plain step."""
         return Needs()
 
     def buffers(self, sizes: CallShape) -> list[Buffer]:
-        """What a call has on the device beside weights, records and slots, while all features are there."""
+        """Device buffers of a call beside weights, records and slots, with all features on the device."""
         needs = self.needs(sizes)
         logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
         buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows)
-        if sizes.guidance and needs.skips_guidance:  # for the steps that do without their unconditional half
+        if sizes.guidance and needs.skips_guidance:  # for steps without the unconditional half
             difference = (sizes.batch, logit_rows, sizes.shape.vocab_size)
-            buffers.append(Buffer("difference that guidance made", Account.LOGITS, difference, "float32"))
+            buffers.append(Buffer("difference of guidance", Account.LOGITS, difference, "float32"))
         if sizes.kv is not None and (needs.reads_keys or sizes.compared):
             keys = (sizes.sequences, sizes.shape.kv_heads, sizes.context, sizes.shape.head_dim)
             buffers.append(Buffer("keys of a layer, decoded", Account.ACTIVATIONS, keys, sizes.dtype))
         return [*buffers, *needs.buffers(), *library_buffers(sizes)]
 
     def needs_order(self) -> bool:
-        """Whether plans need `Step.next_commits`, so that only rules go with the policy that decide without logits."""
+        """True if passes need `Step.next_commits`, which allows only rules that choose without logits."""
         return False
 
     @abstractmethod

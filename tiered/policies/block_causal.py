@@ -1,8 +1,8 @@
-"""The exact cache of families whose rows see their block and what is in front of it.
+"""The exact cache of block-causal families, whose rows see their block and the columns before it.
 
-Keys and values of a finished block never change again. So the prompt's whole blocks are written once, a step recomputes
-the open block alone, and before the next block begins the finished one is written as its tokens now are (SDAR, arXiv
-2510.06303). Nothing is ever stale: answers are those of `none`.
+Keys and values of a finished block never change again. So the prompt's whole blocks are written once, and a step
+recomputes the open block alone. Before the next block, the finished one is written with its final tokens (SDAR, arXiv
+2510.06303). No feature is ever stale, so answers equal those of `none`.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCausal(Policy):
-    """Keys and values of finished blocks are kept as they are.
+    """Keep keys and values of finished blocks.
 
     Attributes:
-        prefill_rows: rows of all sequences together that a forward over the prompts takes, in whole blocks, and at
-            least one block of each sequence. More rows read the weights less often, and hold more hidden states.
+        prefill_rows: rows of a forward over the prompts, of all sequences together, in whole blocks and at least one
+            block of each sequence. More rows read the weights less often, and need more memory for hidden states.
     """
 
     name: ClassVar[str] = "block_causal"

@@ -1,4 +1,4 @@
-"""Every policy by name, and presets: names for a policy with some of its options set."""
+"""Every policy by name, and presets, which are names of a policy with some options set."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ from tiered.policies.row_schedule import SCHEDULES, row_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(Policy):
-    """Stands for the policy that `tiered.planning.choice.TABLE` has for the prompt and the blocks of a call."""
+    """Placeholder of the policy in `tiered.planning.choice.TABLE` for the prompt and the blocks of a call."""
 
     name: ClassVar[str] = "auto"
     sights: ClassVar[frozenset[Sight]] = CANVAS | BLOCK_CAUSAL
 
     def start(self) -> PolicyState:
-        raise TypeError("policy 'auto' is decided before a call (tiered.planning.choice), which runs under another one")
+        raise TypeError("policy 'auto' cannot run: call tiered.planning.choice.choose first, which names the policy")
 
 
 # A new policy is one file and one entry here: a function that makes it from its options.
@@ -34,13 +34,13 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     **{name: partial(row_schedule, name) for name in SCHEDULES},
     **{policy.name: policy for policy in (DLLMCache, ElasticCache, Polestar, BlockCausal)},
 }
-# A policy, and options of it. Options that a user gives go on top.
+# A policy and some of its options. Options of the user override them.
 PRESETS: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
-    # Exact under uniform noise with a noise mask; what it recomputes is the prefix cache's choice.
+    # Exact under uniform noise with a noise mask; recomputes the same rows as the prefix cache.
     "uniform_prefix": (POLICIES["fast_dllm_prefix"], {}),
     # The paper's whole-context setting.
     "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
-    # Sees which single rows have to follow the answer, wherever they stand, at every commit.
+    # Finds the single rows that must follow the answer, anywhere on the canvas, at every commit.
     "polestar-fresh": (
         Polestar,
         {
@@ -58,17 +58,17 @@ PRESETS: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
 
 
 def policies_for(sight: Sight) -> list[str]:
-    """The policies for models whose rows see that, by name."""
+    """Names of the policies for models whose rows see `sight`."""
     return [name for name, make in POLICIES.items() if sight in make().sights]
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:
-    """The policy of that name with these options, also under the names that official scripts use; a `Policy` object
-    passes through.
+    """The policy named `policy` with these options, which may have their names in official scripts; or `policy` itself,
+    if it is a `Policy`.
 
     Raises:
-        TypeError: neither a name nor a policy.
-        ValueError: no such policy or option, one option with two values, or options beside a policy object.
+        TypeError: `policy` is neither a name nor a `Policy`.
+        ValueError: an unknown policy or option, one option with two values, or options beside a `Policy`.
     """
     if isinstance(policy, Policy):
         if options:
@@ -81,13 +81,14 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
 def with_options(
     make: Callable[..., Policy], policy: str, preset: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Policy:
-    """What `make` makes, which messages call `policy`, with `options` on top of `preset`. Raises as `make_policy`."""
+    """The policy that `make` returns, with `preset` overridden by `options`. `policy`: its name in messages. Raises as
+    `make_policy`."""
     allowed = make().options
     given: dict[str, Any] = {}
     for option, value in options.items():
         name = option if option in allowed else POLICY_ALIASES.get(option, option)
         if make is Auto:
-            raise ValueError(f"option {option!r}: policy 'auto' has none; name the policy that it is one of")
+            raise ValueError(f"option {option!r}: policy 'auto' has no options; name a policy that has this one")
         if name not in allowed:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
         if name in given and given[name] != value:
@@ -97,14 +98,14 @@ def with_options(
 
 
 def check_arguments(function: Callable[..., Any], policy: str | Policy, options: Iterable[str]) -> None:
-    """Raise `ValueError` for one of `options`, given to `function` beside its own keywords and nearer to one of those
-    than to any option of a policy. What is near an option is left to `make_policy`."""
+    """Raise `ValueError` for an unknown name in `options` that is nearer to a keyword of `function` than to any option
+    of a policy. `make_policy` checks the others."""
     known = (policy if isinstance(policy, Policy) else _known(policy)[0]()).options
     own = [name for name, argument in signature(function).parameters.items() if argument.kind is argument.KEYWORD_ONLY]
     anywhere = {*known, *POLICY_ALIASES}.union(*(make().options for make in POLICIES.values()))
     for name in options:
         if name == "trust_remote_code":
-            raise ValueError("trust_remote_code is no argument: no code that comes with a checkpoint is ever run")
+            raise ValueError("trust_remote_code is not an argument: code in a checkpoint is never run; leave it out")
         if name not in anywhere and nearest(name, [*own, *anywhere]) not in anywhere:
             raise unknown_name(f"argument of {function.__name__}", name, [*own, *known])
 

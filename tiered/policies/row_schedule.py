@@ -1,6 +1,6 @@
-"""Caches of keys and values by one schedule: which rows every step recomputes, and when all rows are refreshed.
+"""Caches of keys and values by a schedule of the rows that steps recompute and of full refreshes.
 
-Eight policies are rows of the table `SCHEDULES`. Each of them has the options that its row names.
+Eight policies are rows of the table `SCHEDULES`, each with the options that its row names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +23,33 @@ from tiered.policies.base import Pass, Policy, PolicyState, Step, StepKind
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "next_commits"]
 
-# Tokens of a prompt from which on stale prompt keys were measured to cost no answers (docs/measurements/). Lists, which
-# end at about 40 tokens, are sorted right in 98 of 100 cases without a cache and in 42 to 65 with one.
+# Tokens of a prompt from which stale prompt keys were measured to cost no answers (docs/measurements/). Shorter lists,
+# of up to about 40 tokens, are sorted right in 98 of 100 cases without a cache, and in 42 to 65 with one.
 LEAST_STALE_PROMPT = 256
 REFRESH_EVERY_4 = 4  # blocks from one refresh to the next, if a block need not begin with one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchedule(Policy):
-    """Keys and values of all layers are kept; a call's first step recomputes every row.
+    """Keep keys and values of all layers. A call's first step recomputes every row.
 
     Attributes:
         name: key of `SCHEDULES`.
-        rows: rows that every step recomputes: every row ("all"); the current block; it and everything behind it
-            ("suffix"); everything behind the prompt ("answer"); pending tokens and those committed in the last `delay`
-            steps ("undecided"); or tokens that are committed next, those committed last, and a `window` around the
-            latter ("next_commits").
-        refresh_interval: steps from one refresh of all rows to the next; None for the first alone. A block counts its
-            own steps and begins with a refresh; each sequence counts its steps if `refresh_blocks` is None.
-        refresh_blocks: blocks from one that begins with a refresh to the next; None if blocks do not matter. The other
-            blocks begin with the rows of the finished block and those of a step. "auto": decided before a call.
+        rows: rows that every step recomputes. "all" for every row, "block" for the current block, "suffix" for the
+            block and all rows behind it, "answer" for all rows behind the prompt. "undecided" for pending tokens and
+            those committed in the last `delay` steps. "next_commits" for tokens committed next, those committed last,
+            and a `window` around the latter.
+        refresh_interval: steps from one refresh of all rows to the next; None for the first alone. Each block counts
+            its own steps and begins with a refresh, or each sequence counts its steps if `refresh_blocks` is None.
+        refresh_blocks: blocks from one that begins with a refresh to the next; None for refreshes that ignore blocks.
+            The other blocks begin with the rows of the finished block and those of a step. "auto" to decide before a
+            call.
         prompt_interval: steps of a sequence from one refresh of the prompt's rows to the next; None for the first
-            alone; "refresh" for those of all rows.
-        next_block_interval: steps of a block from one renewal of the next block's rows to another; None for none.
-        delay: steps after its commit in which an undecided row is still recomputed; 0 keeps it as it was as a mask.
-        window: rows around each token that was just committed, half of them on either side.
+            alone, "refresh" for the same steps as all rows.
+        next_block_interval: steps of a block from one update of the next block's rows to another; None for no such
+            update.
+        delay: steps after its commit in which an undecided row is still recomputed; 0 keeps the features of its mask.
+        window: rows around each just committed token, half of them on either side.
     """
 
     name: str  # pyright: ignore[reportIncompatibleVariableOverride] one class has the names of a table
@@ -70,7 +72,8 @@ class RowSchedule(Policy):
             check_integer("refresh_blocks", self.refresh_blocks, least=1)
         if self.refresh_blocks not in (None, 1) and self.refresh_interval is not None:
             raise ValueError(
-                f"refresh_blocks = {self.refresh_blocks} saves refreshes, refresh_interval adds some; give one of them"
+                f"refresh_blocks = {self.refresh_blocks} and refresh_interval = {self.refresh_interval} conflict, "
+                "because one saves refreshes and the other adds some; give one of them"
             )
         check_integer("delay", self.delay, least=0)
         check_integer("window", self.window, least=0)
@@ -96,7 +99,7 @@ class RowSchedule(Policy):
 
 
 class Schedule(NamedTuple):
-    """A row of `SCHEDULES`: fields of `RowSchedule` that are `fixed`, and `options` with their defaults."""
+    """A row of `SCHEDULES`: `options` with their defaults, and `fixed` fields of `RowSchedule`."""
 
     rows: RowsOf
     options: Mapping[str, Any] = MappingProxyType({})
@@ -105,10 +108,10 @@ class Schedule(NamedTuple):
 
 _BY_BLOCK = {"refresh_interval": None, "refresh_blocks": 1}
 SCHEDULES: Mapping[str, Schedule] = {
-    # The official samplers' behaviour: keys and values live in a workspace of one layer.
+    # As the official samplers: keys and values are in a workspace of one layer.
     "none": Schedule("all"),
-    # Fast-dLLM (arXiv 2505.22618), after the authors' code at commit 2a2de8c: the step that begins a block also commits
-    # tokens. Blocks that begin without a refresh are beyond the paper.
+    # Fast-dLLM (arXiv 2505.22618), after the authors' code (commit 2a2de8c), in which the first step of a block commits
+    # tokens too. Blocks that begin without a refresh are beyond the paper.
     "fast_dllm_prefix": Schedule("suffix", _BY_BLOCK),
     "fast_dllm_dual": Schedule("block", _BY_BLOCK),
     # dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after its commit.
@@ -116,8 +119,8 @@ SCHEDULES: Mapping[str, Schedule] = {
     "dkv_greedy": Schedule("next_commits", {"window": 4, "refresh_interval": 2}),
     "dkv_prefill": Schedule("answer", {"prompt_interval": None}),
     "dkv_pd": Schedule("undecided", {"delay": 1, "refresh_interval": 8, "prompt_interval": None}),
-    # Uniform-Cache (Barry, "Block-Wise KV Caching for Uniform Diffusion Language Models", UT Austin 2026): the next
-    # block's keys move most beside the block's own.
+    # Uniform-Cache (Barry, "Block-Wise KV Caching for Uniform Diffusion Language Models", UT Austin 2026): after the
+    # block's own keys, those of the next block change most.
     "uniform": Schedule("block", {"next_block_interval": 4, "refresh_interval": None}, {"refresh_blocks": 1}),
 }
 
@@ -151,7 +154,7 @@ class ScheduledRows(PolicyState):
             of_answer = step.active
         if of_prompt == of_answer == step.active:
             return step.over(0, length, StepKind.REFRESH)
-        # A family that predicts a token from the row in front of it needs the row in front of the answer.
+        # A family that predicts a token from the row before it needs the row before the answer.
         start = step.canvas.prompt_length - (step.start - step.first_row)
         spans = [Span(0, start, of_prompt), Span(start, length, of_answer)]
         if step.remasked:
@@ -169,7 +172,7 @@ class ScheduledRows(PolicyState):
                 case "undecided":
                     mask = self.undecided(step, schedule.delay)
                 case "next_commits":
-                    assert step.next_commits is not None, "the runtime refuses rules that decide on the logits"
+                    assert step.next_commits is not None, "the runtime rejects rules that need the logits"
                     next_commits = step.next_commits > 0
                     dates = step.canvas.committed_at
                     fresh = (dates == clock(step) - 1) & (dates != PROMPT)
@@ -179,7 +182,7 @@ class ScheduledRows(PolicyState):
         return replace(rows, refreshed=refreshed)
 
     def due(self, step: Step) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        """Sequences that refresh their prompts' rows in this step, and those that refresh the rows behind."""
+        """True for sequences that refresh their prompts' rows in this step; and the same for the rows behind."""
         schedule = self._schedule
         if schedule.rows == "all":
             return step.active, step.active
@@ -194,16 +197,16 @@ class ScheduledRows(PolicyState):
         return every, every
 
     def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
-        """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence. If a row
-        predicts the token behind its own, both tokens count; the last row predicts nothing."""
+        """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence. With a
+        prediction shift, a row also counts for the token that it predicts; the last row predicts none."""
         dates = step.canvas.committed_at
         own = (dates >= clock(step) - delay) & (dates != PROMPT)
         shift = step.start - step.first_row
         return own | torch.cat([own[:, shift:], own[:, -shift:]], dim=1) if shift else own
 
     def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
-        """The rows that the last step committed (`fresh`), and the `window` nearest ones of each, half of them on
-        either side."""
+        """The rows that the last step committed (`fresh`), and the `window` nearest rows of each, half on either
+        side."""
         reach = window // 2
         return F.max_pool1d(fresh.float()[:, None], 2 * reach + 1, stride=1, padding=reach)[:, 0] > 0
 
@@ -215,8 +218,8 @@ def rows_of(
     kind: StepKind,
     candidates: Bool[Tensor, "batch block"] | None = None,
 ) -> Pass:
-    """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for what is pending). One
-    span that all active sequences share stays a span, which costs no gathering."""
+    """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for pending columns). A span
+    that all active sequences share stays a span, without a gather."""
     shared = [span for span in spans if span.sequences == step.active]
     if mask is None and (whole := _union(shared)) is not None and all(_within(span, whole) for span in spans):
         return step.over(*whole, kind)
@@ -226,14 +229,14 @@ def rows_of(
     predicting = torch.zeros_like(wanted)
     candidates = step.canvas.pending(step.start, step.stop) if candidates is None else candidates
     predicting[:, step.first_row : step.last_row] = candidates
-    # What the prompt's padding holds is never read.
+    # Rows of padding are never read.
     needed = (step.canvas.rows.index >= step.canvas.pads[:, None]) & _flags(step.active, wanted)
     rows, counts = rows_where(predicting & needed, wanted & needed)
     return step.of_rows(rows, slice(0, counts[0]), kind)
 
 
 def clock(step: Step) -> Tensor:
-    """Forwards that each sequence has taken part in, as a column."""
+    """Forwards of each sequence so far, [batch, 1]."""
     return on_device(step.forwards, step.canvas.committed_at.device)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""The text of an answer as far as it is final, from tokens that come a few at a time."""
+"""The final text of an answer whose tokens come a few at a time."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -9,7 +9,7 @@ _HALF = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: int | None) -> list[str]:
-    """The text that each token adds behind the one in front of it; `before`: in front of the first. None for none."""
+    """The text that each token adds to the token before it; `before`: the token before the first, or None."""
     pairs = [[*([] if head is None else [head]), token] for head, token in zip([before, *ids], ids, strict=False)]
     heads, whole, own = (
         tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -21,11 +21,11 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: 
 
 
 class AnswerText:
-    """Gives text out once nothing behind it can change it: whole characters, and none that may begin a stop string.
+    """Returns text when later tokens cannot change it: whole characters that cannot begin a stop string.
 
     Attributes:
-        text: given out so far.
-        ended: "stop" behind an end-of-sequence token or a stop string, "length" without room; None while text may come.
+        text: text returned so far.
+        ended: "stop" after an end-of-sequence token or a stop string, "length" after the last token; None before.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class AnswerText:
         stop: Sequence[str] = (),
         most: int | None = None,
     ) -> None:
-        """`stop`: strings that end an answer, and are no part of it; `most`: tokens that it has at most."""
+        """`stop`: strings that end an answer and are left out of it; `most`: most tokens, None for no limit."""
         self._tokenizer, self._eos, self._stop, self._most = tokenizer, eos_token_id, stop, most
         self._ids: list[int] = []
         self.text = ""
@@ -48,7 +48,7 @@ class AnswerText:
         return len(self._ids)
 
     def put(self, ids: Sequence[int]) -> str:
-        """Add the next final tokens. Returns the text that they make final."""
+        """Add the next final tokens. Returns the text that becomes final."""
         if self.ended is not None:
             return ""
         for token in ids:
@@ -60,7 +60,7 @@ class AnswerText:
         return self._give(self._decoded())
 
     def end(self) -> str:
-        """No more tokens come. Returns the rest of the text."""
+        """End the answer. Returns the rest of the text."""
         return "" if self.ended is not None else self._end("length")
 
     def _end(self, why: Literal["stop", "length"]) -> str:
@@ -69,18 +69,18 @@ class AnswerText:
         return given
 
     def _give(self, whole: str, *, rest: bool = False) -> str:
-        """The part of `whole` that is final and was not given; `rest`: nothing comes behind `whole`."""
+        """The final part of `whole` that was not returned before; `rest`: True if `whole` is complete."""
         found = min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
             whole, self.ended = whole[:found], "stop"
             while len(self._ids) > 1 and len(self._decoded(len(self._ids) - 1)) >= found:
-                self._ids.pop()  # behind the text, or of the stop string
+                self._ids.pop()  # a token of the stop string, or behind it
         elif not rest:
             whole = whole.rstrip(_HALF)
             # The end may be the first characters of a stop string.
             begun = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
             whole = whole[: len(whole) - max(begun, default=0)]
-        if not whole.startswith(self.text):  # the tokenizer's text of the first tokens depends on those behind them
+        if not whole.startswith(self.text):  # the tokenizer's text of a token can depend on later tokens
             return ""
         given, self.text = whole[len(self.text) :], whole
         return given

@@ -1,4 +1,4 @@
-"""The application of the HTTP server: OpenAI's endpoints, health, metrics and the page, over one scheduler."""
+"""The HTTP application over one scheduler: OpenAI's endpoints, health, metrics and the page."""
 
 import asyncio
 import hmac
@@ -43,14 +43,14 @@ class Service:
     """A served model and its limits.
 
     Attributes:
-        scheduler: scheduler that answers; the caller starts and closes it.
-        model: the name that it is served under.
-        defaults: options of `generate` that a request may overrule.
-        limits: of a request.
-        key: API key that requests bear, printable ASCII without spaces; None for none.
-        example: a prompt that the page offers.
-        hosts: names that the Host header may have; None for any. Another site's page, in a browser on this machine,
-            could call a local server by a name of its own.
+        scheduler: scheduler of the requests; the caller starts and closes it.
+        model: name of the model for clients.
+        defaults: options of `generate` that a request may override.
+        limits: limits of a request.
+        key: API key of requests, printable ASCII without spaces; None for none.
+        example: prompt that the page offers.
+        hosts: names allowed in the Host header; None for any. They keep out another site's page in a local browser,
+            which can give this server a host name of its own.
     """
 
     scheduler: Scheduler
@@ -65,11 +65,11 @@ class Service:
 def check_api_key(name: str, key: str | None) -> None:
     """Raise `ValueError` if no client can send `key`, called `name` in the error, which does not show the key."""
     if key is not None and not re.fullmatch("[!-~]+", key):
-        raise ValueError(f"{name} has characters beside printable ASCII without spaces, which alone are allowed")
+        raise ValueError(f"{name} has characters that are not allowed: use printable ASCII without spaces")
 
 
 class _Gate:
-    """Middleware that answers a request itself if `refusal` of its headers is a response."""
+    """Middleware that rejects a request if `refusal` of its headers is a response."""
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Headers], Response | None]) -> None:
         self._app, self._refusal = app, refusal
@@ -92,7 +92,7 @@ class _Stream(StreamingResponse):
 
 
 class _Endpoints:
-    """The answers of the application, by endpoint.
+    """The endpoints of the application.
 
     Attributes:
         responders: answers under way.
@@ -152,7 +152,7 @@ class _Endpoints:
         parsed = read_body(body, chat=chat, defaults=service.defaults, limits=service.limits, mask_token_id=mask)
         self._check_model(parsed.model)
         if self._places.locked():
-            raise BusyError("too many prompts are read at a time")
+            raise BusyError("too many prompts at a time; try again later")
         async with self._places:
             calls = await run_in_threadpool(prepared_calls, scheduler, parsed, service.limits, self._tokens)
         responder = Responder(scheduler, parsed, calls, self.responders)
@@ -167,21 +167,21 @@ class _Endpoints:
             return
         scheme, _, borne = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(borne.strip().encode(), key.encode()):
-            what = "no API key, or a wrong one: Authorization: Bearer KEY"
+            what = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             raise RefusedBody(what, status=401, code="invalid_api_key")
 
     def _check_model(self, model: str | None) -> None:
         if model not in (None, self._service.model):
-            what = f"no model {model!r:.80} is served here, but {self._service.model!r}"
+            what = f"model {model!r:.80} is not served here; allowed: {self._service.model!r}"
             raise RefusedBody(what, "model", status=404, code="model_not_found")
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. `app.state.responders` has the answers under way. Raises `ValueError` if the model has no
+    """The application; `app.state.responders` is the set of answers under way. Raises `ValueError` if the model has no
     tokenizer, or if no client can send the key."""
     check_api_key("key", service.key)
     if service.scheduler.runtime.tokenizer is None:
-        raise ValueError(f"{service.model!r} has no tokenizer, and a server answers in text")
+        raise ValueError(f"{service.model!r} has no tokenizer, which a server needs; add its files to the checkpoint")
     app, endpoints = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), _Endpoints(service)
     app.state.responders = endpoints.responders
     for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
@@ -205,7 +205,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def refused(error: Exception) -> Response:
-    """The response to a request that ends in `error`."""
+    """The response to a request that failed with `error`."""
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
@@ -217,22 +217,22 @@ def refused(error: Exception) -> Response:
 
 async def _body_of(request: Request, most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a browser asks first before it sends this to another site's server
-        raise RefusedBody(f"the body is application/json, not {kind or 'of no type'!r:.80}", status=415)
+    if kind != "application/json":  # browsers need the server's consent to send this type across sites
+        raise RefusedBody(f"Content-Type is {kind or 'missing'!r:.80}; application/json is allowed", status=415)
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
                 if size > most:
-                    raise RefusedBody(f"the body is larger than {most} bytes", status=413)
+                    raise RefusedBody(f"the body is larger than {most} bytes, the most allowed", status=413)
                 parts.append(part)
     except TimeoutError:
-        raise RefusedBody(f"the body did not come in {_BODY_SECONDS:g} s", status=408) from None
+        raise RefusedBody(f"the body did not arrive within {_BODY_SECONDS:g} s", status=408) from None
     return b"".join(parts)
 
 
 async def _disconnect(request: Request) -> None:
-    """Return once the client of `request`, whose body was read, has gone."""
+    """Return when the client of `request`, whose body was read, has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

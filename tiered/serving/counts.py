@@ -1,4 +1,4 @@
-"""Books: the work of a scheduler since it was made."""
+"""Counts of a scheduler's work since it was made."""
 
 import time
 from collections import Counter
@@ -12,11 +12,11 @@ from tiered.output import GenerationOutput
 
 class Work(StrEnum):
     MODEL = "model"  # forwards, and the commits behind them
-    OWN = "own"  # the choice of the next requests
+    OWN = "own"  # choosing the next requests
 
 
 class Clock:
-    """Seconds of finished work, by kind. Work inside other work counts by itself."""
+    """Seconds of finished work, by kind. Nested work counts for its own kind alone."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(Work, 0.0)
@@ -25,7 +25,7 @@ class Clock:
 
     @contextmanager
     def of(self, work: Work) -> Iterator[None]:
-        """Count the time of the block as `work`, without the time of blocks inside it."""
+        """Count the time of the block as `work`, without nested blocks."""
         before = self._now
         self._turn_to(work)
         try:
@@ -44,13 +44,12 @@ class Clock:
 class Counts:
     """
     Attributes:
-        ended: requests by how they ended, a `State`.
-        forwards: passes through the layers, one for all requests that share it.
-        taken: forwards that requests took part in, each by itself.
-        tokens: of answers that are done, without those from the end-of-sequence token on.
-        clock: seconds of rounds in which there was something to do.
-        copy_ns, exposed_ns: time of copies of features, of answers that are done, and how long compute stood still for
-            them.
+        ended: requests by final `RequestState`.
+        forwards: passes through the layers; a shared pass counts once.
+        taken: forwards of requests; a shared pass counts once for each of its requests.
+        tokens: tokens of finished answers before their end-of-sequence token.
+        clock: seconds of rounds with work to do.
+        copy_ns, exposed_ns: nanoseconds of copies of features of finished answers, and of compute's waits for them.
     """
 
     ended: Counter[str] = field(default_factory=Counter)
@@ -71,10 +70,10 @@ class Counts:
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens of answers that are done over the forwards that requests took part in; 0.0 before the first."""
+        """Tokens of finished answers over `taken`; 0.0 before the first forward."""
         return self.tokens / self.taken if self.taken else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """Share of the copies' time in which compute went on; 1.0 without copies."""
+        """Share of the copies' time during which compute ran; 1.0 without copies."""
         return max(0.0, 1 - self.exposed_ns / self.copy_ns) if self.copy_ns else 1.0

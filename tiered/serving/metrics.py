@@ -20,17 +20,19 @@ class SchedulerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         scheduler, counts = self._scheduler, self._scheduler.counts
-        yield GaugeMetricFamily("tiered_requests_waiting", "Requests that wait for their turn", scheduler.waiting)
-        yield GaugeMetricFamily("tiered_requests_running", "Requests that are denoised", scheduler.running)
-        ended = CounterMetricFamily("tiered_requests", "Requests that are over, by how they ended", labels=["state"])
+        yield GaugeMetricFamily("tiered_requests_waiting", "Requests in the queue", scheduler.waiting)
+        yield GaugeMetricFamily("tiered_requests_running", "Requests being denoised", scheduler.running)
+        ended = CounterMetricFamily("tiered_requests", "Finished requests, by final state", labels=["state"])
         for state in _OVER:
             ended.add_metric([state.value], counts.ended[state])
         yield ended
-        yield CounterMetricFamily("tiered_answer_tokens", "Tokens of answers that are done", counts.tokens)
-        yield CounterMetricFamily("tiered_forwards", "Passes through the layers", counts.forwards)
-        yield CounterMetricFamily("tiered_request_forwards", "Forwards that requests took part in", counts.taken)
-        yield GaugeMetricFamily("tiered_tokens_per_forward", "Of a request (TPF)", counts.tokens_per_forward)
-        seconds = CounterMetricFamily("tiered_seconds", "Seconds of rounds, by work", labels=["work"])
+        yield CounterMetricFamily("tiered_answer_tokens", "Tokens of finished answers", counts.tokens)
+        yield CounterMetricFamily("tiered_forwards", "Passes through the layers, shared ones once", counts.forwards)
+        yield CounterMetricFamily("tiered_request_forwards", "Forwards, counted for each request", counts.taken)
+        yield GaugeMetricFamily(
+            "tiered_tokens_per_forward", "Tokens per forward of a request (TPF)", counts.tokens_per_forward
+        )
+        seconds = CounterMetricFamily("tiered_seconds", "Seconds of rounds, by kind of work", labels=["work"])
         for work in Work:
             seconds.add_metric([work.value], counts.clock.seconds[work])
         yield seconds
@@ -49,7 +51,7 @@ class SchedulerMetrics(Collector):
         for (source, destination), nbytes in ledger.moved.items():
             moved.add_metric([source.value, destination.value], nbytes)
         yield moved
-        share = "Of the time that features were copied, that in which compute went on"
+        share = "Share of the time of feature copies during which compute ran"
         yield GaugeMetricFamily("tiered_hidden_copy_share", share, counts.hidden_share)
 
 

@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's endpoints, read into arguments of `generate`, or refused by the name of the field.
+"""Reads bodies of OpenAI's endpoints into arguments of `generate`; errors name the field.
 
-The names are those of OpenAI's API reference (chat completions, completions). Options of `generate` stand beside them,
-under every name that the library knows: the `openai` package puts its `extra_body` there.
+Fields are those of OpenAI's API reference (chat completions, completions), and options of `generate` under each of
+their names. The `openai` package sends the latter by `extra_body`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from tiered.inputs import Inputs
 from tiered.options import OPTION_NAMES
 from tiered.serving.prompts import RefusedBody, check_field, read_messages, read_prompts, read_stops
 
-# Fields that are not served, with their values that change nothing. None is such a value of every field.
+# Unsupported fields, with their values that change nothing; so does None in every field.
 REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "moderation", "prediction", "reasoning_effort", "verbosity"), ()),
     **dict.fromkeys(("echo", "logprobs", "output_history", "store"), (False,)),
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "web_search_options": (),
 }
-# For the client's own books: no answer depends on them.
+# Fields for the client's own records, which change no answer.
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
 _OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"))
@@ -50,7 +50,7 @@ class Limits:
         body: most bytes of the body.
         prompt_tokens: most tokens of a prompt; None for the model's own limit.
         answer_tokens: most tokens of an answer.
-        choices: most answers: prompts times `n`.
+        choices: most answers, prompts times `n`.
     """
 
     body: int = 1 << 20
@@ -61,22 +61,22 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A body that was read.
+    """The contents of a body.
 
     Attributes:
-        model: name of the model; None for the one that is served.
+        model: name of the model; None for the served one.
         source: field with the prompts.
-        fields: the body's names for options of `generate`, by their own names.
+        fields: the body's names of options of `generate`, by the library's names.
         prompts: prompts, each answered `n` times.
-        raw: whether strings are continued as they stand.
-        options: options of `generate` under its own names, without the seed.
-        seed: seed of the first answer to each prompt, 64 bits with a sign; the others count on.
+        raw: whether strings are continued as they are.
+        options: options of `generate` under the library's names, without the seed.
+        seed: seed of the first answer to each prompt, 64 bits with a sign, plus 1 for each further answer.
         n: answers to each prompt.
         most: most tokens of an answer; None for all of the canvas.
-        stop: strings that end an answer, and are no part of it.
+        stop: strings that end an answer and are left out of it.
         stream: whether final text is sent as it comes.
         usage: whether the stream ends with token counts.
-        drafts: whether the stream also has tokens that are not final.
+        drafts: whether the stream also has drafts, tokens that are not final.
     """
 
     model: str | None
@@ -94,32 +94,32 @@ class ParsedRequest:
     drafts: bool
 
     def refusal(self, error: TypeError | ValueError) -> RefusedBody:
-        """`error`, which the runtime raised at this body, with the field that it is about."""
+        """The runtime's `error` for this body, with the field that caused it."""
         if isinstance(error, ContextLengthError):
             return RefusedBody(str(error), self.source, code="context_length_exceeded")
         return RefusedBody(str(error), _field_of(str(error), self.fields, self.source))
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body is. Raises `RefusedBody` if it is none."""
+    """The JSON object of a body. Raises `RefusedBody` if it is none."""
     try:
         read = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RefusedBody(f"the body is not JSON in UTF-8: {error}") from None
     if not isinstance(read, dict):
-        raise RefusedBody(f"the body is a JSON object, not {type(read).__name__}")
+        raise RefusedBody(f"the body is a {type(read).__name__}; a JSON object is allowed")
     return read
 
 
 def read_body(
     body: Mapping[str, Any], *, chat: bool, defaults: Mapping[str, Any], limits: Limits, mask_token_id: int
 ) -> ParsedRequest:
-    """What a body of `/v1/chat/completions` (`chat`) or `/v1/completions` asks for; `defaults`: options of `generate`
-    that it may overrule.
+    """Read a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `defaults`: options of `generate` that it
+    may override.
 
     Raises:
-        RefusedBody: an unknown field, with the nearest name; one that is not served, unless its value asks for nothing;
-            or a value that is not allowed.
+        RefusedBody: an unknown field, with the nearest name; an unsupported field, unless its value changes nothing; or
+            a value that is not allowed.
     """
     source = "messages" if chat else "prompt"
     known = {*REFUSED, *UNREAD, *_READ, source, *_OPTIONS}
@@ -129,7 +129,7 @@ def read_body(
             raise RefusedBody(f"unknown field {name!r}" + (f"; did you mean {near!r}?" if near else ""), name)
         if name in REFUSED and value is not None and not any(_same(value, allowed) for allowed in REFUSED[name]):
             raise RefusedBody(
-                f"{name} is not served here, and not ignored: leave it out", name, code="unsupported_field"
+                f"{name} is not supported here, and not ignored: leave it out", name, code="unsupported_field"
             )
     given = {name: value for name, value in body.items() if value is not None and name not in REFUSED}
     if source not in given:
@@ -142,7 +142,7 @@ def read_body(
         raise RefusedBody(f"{what} are {n * len(prompts)}; at most {limits.choices} are allowed", "n")
     model = given.get("model")
     if model is not None and not isinstance(model, str):
-        raise RefusedBody(f"model = {model!r:.80} is no string", "model")
+        raise RefusedBody(f"model = {model!r:.80}; a string is allowed", "model")
     stream = given.get("stream", False)
     check_field("stream", check_switch, stream)
     options, most = _options(given, defaults, limits, mask_token_id)
@@ -168,8 +168,8 @@ def read_body(
 def _options(
     given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limits, mask_token_id: int
 ) -> tuple[dict[str, Any], int | None]:
-    """Options of `generate` by their own names, and the tokens of an answer where they are said as OpenAI says them:
-    the canvas then has as many as fill its blocks."""
+    """Options of `generate` under the library's names, and the length of an answer if an OpenAI field gives it. The
+    canvas rounds that length up to whole blocks."""
     asked = {name: value for name, value in given.items() if name in _OPTIONS}
     try:
         own = resolve_aliases(asked, OPTION_NAMES, mask_token_id=mask_token_id)
@@ -202,13 +202,13 @@ def _fields(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _field_of(message: str, fields: Mapping[str, str], source: str | None) -> str | None:
-    """The field of the body that `message` names first. If it names no option at all, it is about the prompt."""
+    """The field of the body that `message` names first; the prompt's field if it names no option."""
     named = [word for word in re.findall(r"\w+", message) if word in fields or word in OPTION_NAMES]
     return next((fields[word] for word in named if word in fields), None if named else source)
 
 
 def sampler_seed(seed: int) -> int:
-    """`seed` as the sampler takes it, from 0 to 2^62: another number is replaced by a hash of it."""
+    """`seed` if it is in the sampler's range from 0 to 2^62, else a hash of it."""
     if 0 <= seed <= 2**62:
         return seed
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
@@ -218,7 +218,9 @@ def _stream_options(value: object, stream: bool) -> dict[str, bool]:
     if value is None:
         return {"usage": False, "drafts": False}
     if not isinstance(value, Mapping) or not stream:
-        raise RefusedBody(f"stream_options = {value!r:.80} is an object, beside stream = true", "stream_options")
+        raise RefusedBody(
+            f"stream_options = {value!r:.80}; an object is allowed, together with stream = true", "stream_options"
+        )
     known = {"include_usage": "usage", "include_drafts": "drafts", "include_obfuscation": None}
     read = {"usage": False, "drafts": False}
     for name, switch in value.items():

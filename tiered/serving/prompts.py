@@ -1,4 +1,4 @@
-"""Prompts and stop strings in the bodies of OpenAI's endpoints, and the error for a body that is refused."""
+"""Prompts and stop strings in the bodies of OpenAI's endpoints, and the error of a refused body."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 class RefusedBody(ValueError):
-    """A body that cannot be answered as it stands.
+    """A body that cannot be answered.
 
     Attributes:
         field: field of the body; None for no single field.
@@ -26,7 +26,7 @@ class RefusedBody(ValueError):
 
 
 def check_field(field: str, check: Any, value: object, **bounds: Any) -> None:
-    """Run `check` on the value of a field. Raises `RefusedBody` for the field if it raises."""
+    """Run `check` on the value of a field, and turn its error into `RefusedBody`."""
     try:
         check(field, value, **bounds)
     except (TypeError, ValueError) as error:
@@ -36,7 +36,7 @@ def check_field(field: str, check: Any, value: object, **bounds: Any) -> None:
 def read_stops(value: object) -> list[str]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RefusedBody(f"stop = {value!r:.80} is a string, or a list of strings", "stop")
+        raise RefusedBody(f"stop = {value!r:.80}; a string or a list of strings is allowed", "stop")
     if len(stops) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP_LENGTH for stop in stops):
         raise RefusedBody(
             f"stop has {len(stops)} strings; up to {_MOST_STOPS} of 1 to {_MOST_STOP_LENGTH} characters are allowed",
@@ -46,9 +46,9 @@ def read_stops(value: object) -> list[str]:
 
 
 def read_messages(messages: object) -> list[dict[str, str]]:
-    """Messages of a chat, which hold text alone."""
+    """Messages of a chat, with text alone."""
     if not isinstance(messages, list) or not messages:
-        raise RefusedBody("messages is a list with a message at least", "messages")
+        raise RefusedBody("messages must be a list of at least one message", "messages")
     return [_message(message) for message in messages]
 
 
@@ -58,7 +58,7 @@ def _message(message: object) -> dict[str, str]:
     for name, value in message.items():
         # lm-evaluation-harness sends type = text.
         if name not in ("role", "content", "name") and value and (name, value) != ("type", "text"):
-            raise RefusedBody(f"{name} in a message is not served here, and not ignored: leave it out", "messages")
+            raise RefusedBody(f"{name} in a message is not supported here, and not ignored: leave it out", "messages")
     role = message.get("role")
     if role not in _ROLES:
         raise RefusedBody(f"role = {role!r:.80}; allowed: {', '.join(_ROLES)}", "messages")
@@ -75,7 +75,7 @@ def _text(content: object) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RefusedBody(
-                f"a content part is of type 'text', not {kind!r:.80}: no file, image or URL is read", "messages"
+                f"a content part is of type {kind!r:.80}; 'text' is allowed, files, images and URLs are not", "messages"
             )
         texts.append(part["text"])
     return "".join(texts)
@@ -92,7 +92,7 @@ def read_prompts(prompt: object) -> list[Inputs]:
         if all(isinstance(each, list) and each and all(_is_id(one) for one in each) for each in ids):
             return [torch.tensor([each]) for each in ids]
     raise RefusedBody(
-        "prompt is a string, token ids, or a list of strings or of lists of ids; none of them empty", "prompt"
+        "prompt must be a string, token ids, or a list of strings or of lists of ids, none of them empty", "prompt"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a server answers in: the objects of OpenAI's API, whole or in chunks, and its errors."""
+"""The objects of OpenAI's API in a server's answers, whole or in chunks, and its errors."""
 
 import json
 import time
@@ -19,8 +19,8 @@ class Replies:
     """Makes the objects of one request.
 
     Attributes:
-        model: the name that is served.
-        chat: whether they are of chat completions.
+        model: name of the served model.
+        chat: True for chat completions, False for completions.
     """
 
     model: str
@@ -36,7 +36,7 @@ class Replies:
         return self._object("chat.completion", choices) | {"usage": dict(usage)}
 
     def first(self, index: int) -> bytes:
-        """A choice of a chat begins; nothing in the other endpoint."""
+        """The first chunk of a chat's choice; empty for completions."""
         role = {"delta": {"role": "assistant", "content": ""}}
         return self._chunk([self._choice(index, role, "", None)]) if self.chat else b""
 
@@ -70,7 +70,7 @@ def error_body(message: str, kind: str, *, field: str | None = None, code: str |
 
 
 def error_reply(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body for `error`. A defect of the server is named without its message."""
+    """The status and the body for `error`. Internal errors are reported without their message."""
     match error:
         case RefusedBody():
             kind = "authentication_error" if error.status == 401 else "invalid_request_error"
@@ -87,4 +87,4 @@ def error_reply(error: Exception) -> tuple[int, dict[str, Any]]:
             return 504, error_body(str(error), "server_error", code="timeout")
         case TypeError() | ValueError():
             return 400, error_body(str(error), "invalid_request_error")
-    return 500, error_body("the server failed at this request; its log says more", "server_error")
+    return 500, error_body("internal error at this request; see the server's log", "server_error")

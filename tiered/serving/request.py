@@ -1,4 +1,4 @@
-"""A request of a scheduler: it waits in a queue, runs, and ends in an output or in an error."""
+"""A request of a scheduler, which waits in a queue, runs, and ends with an output or an error."""
 
 import threading
 import time
@@ -50,17 +50,17 @@ class RequestTimeout(TimeoutError):
 
 
 class Request:
-    """Made by `Scheduler.submit`. Attributes may be read, and `cancel` called, in any thread.
+    """A request, made by `Scheduler.submit`. Any thread may read attributes and call `cancel`.
 
     Attributes:
-        number: number by arrival, from 0 on.
+        number: number by arrival, from 0.
         call: the prepared call.
-        state: its state.
-        output: the output; None unless the request is done.
-        error: the error; None unless the request ended in one.
-        arrived, ended: times of `time.monotonic`, in seconds; `ended` is None before the end.
+        state: state of the request.
+        output: output of the call; None unless the request is done.
+        error: error of the request; None unless it ended with one.
+        arrived, ended: seconds of `time.monotonic`; `ended` is None before the end.
         asked: the next pass, and the layers that it goes through; None if there is none.
-        turn: round in which it was last served.
+        turn: number of the round that served the request last.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Request:
         on_end: Callable[["Request"], object] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """`on_end` is called once, in the scheduler's thread. `seconds`: most seconds, in the queue included; None for
-        no limit."""
+        """`on_end` is called once, in the scheduler's thread. `seconds`: most seconds, queue included; None for no
+        limit."""
         self.number, self.call, self.state = number, call, RequestState.WAITING
         self.output: GenerationOutput | None = None
         self.error: Exception | None = None
@@ -95,19 +95,19 @@ class Request:
         return self.state not in (RequestState.WAITING, RequestState.RUNNING)
 
     def cancel(self) -> None:
-        """End the request and free its memory before its next step. A request that is over does not change."""
+        """End the request and free its memory before its next step. A finished request does not change."""
         self._cancelled = True
 
     def why_leave(self) -> CancelledRequest | RequestTimeout | None:
-        """The error that ends the request before its next step; None if it goes on."""
+        """The error that must end the request before its next step; None if it goes on."""
         if self._cancelled:
             return CancelledRequest("the request was cancelled")
         if self._seconds is not None and time.monotonic() - self.arrived > self._seconds:
-            return RequestTimeout(f"the request was not over in {self._seconds:g} s")
+            return RequestTimeout(f"the request was not done within {self._seconds:g} s")
         return None
 
     def begin(self, runtime: Runtime) -> None:
-        """Book the call's bytes, and run its loop up to its first forward. Raises `TierCapacityError` if the budget has
+        """Book the call's bytes and run its loop up to the first forward. Raises `TierCapacityError` if the budget has
         no room now."""
         shared = {Account.ACTIVATIONS: shared_bytes(self.call.sizes)}
         with ExitStack() as held:
@@ -119,7 +119,7 @@ class Request:
         self.state = RequestState.RUNNING
 
     def advance(self, runtime: Runtime, answer: Tensor | ValueError) -> None:
-        """Give the loop its logits, or the error in place of them. It goes on to its next forward, or to its end."""
+        """Pass the logits, or an error in their place, to the loop, which runs to its next forward or its end."""
         assert self._steps is not None, "it has begun"
         try:
             send: Any = self._steps.throw if isinstance(answer, ValueError) else self._steps.send
@@ -131,7 +131,7 @@ class Request:
             self._end(RequestState.DONE)
 
     def leave(self, error: Exception) -> None:
-        """End in an error, and free the request's memory."""
+        """End the request with an error and free its memory."""
         states = {CancelledRequest: RequestState.CANCELLED, RequestTimeout: RequestState.LATE}
         self.error = error
         try:
@@ -155,15 +155,15 @@ class Request:
 
 
 class RequestQueue:
-    """Waiting requests, by arrival. Methods may be called in any thread.
+    """Waiting requests, by arrival. Any thread may call methods.
 
     Attributes:
-        changed: condition that guards the queue; notified when a request arrives, and when the queue closes.
-        closed: reason why the queue accepts no more requests; None while it accepts them.
+        changed: condition that guards the queue; notified when a request arrives and when the queue closes.
+        closed: reason for accepting no more requests; None while the queue accepts them.
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: most requests that wait."""
+        """`most`: most waiting requests."""
         self._most, self._numbers = most, count()
         self._waiting: deque[Request] = deque()
         self.changed = threading.Condition()
@@ -177,12 +177,12 @@ class RequestQueue:
             raise ClosedError(self.closed)
 
     def add(self, call: PreparedCall, **options: Any) -> Request:
-        """A new request for `call`; `options`: those of `Request`. Raises `BusyError` if the queue is full,
+        """A new request for `call`; `options`: arguments of `Request`. Raises `BusyError` if the queue is full,
         `ClosedError` if it is closed."""
         with self.changed:
             self.require_open()
             if len(self._waiting) >= self._most:
-                raise BusyError(f"{len(self._waiting)} requests wait; at most {self._most} may")
+                raise BusyError(f"{len(self._waiting)} requests wait, the most allowed; try again later")
             self._waiting.append(request := Request(next(self._numbers), call, **options))
             self.changed.notify_all()
         return request
@@ -192,25 +192,25 @@ class RequestQueue:
             return [*self._waiting]
 
     def take(self) -> Request | None:
-        """The first request, which leaves the queue; None if no request waits."""
+        """Remove and return the first request; None if the queue is empty."""
         with self.changed:
             return self._waiting.popleft() if self._waiting else None
 
     def put_back(self, request: Request) -> bool:
-        """Put `request` in front of the others. Returns False, and puts nothing, if the queue is closed."""
+        """Put `request` in front of the others. Returns False, without doing so, if the queue is closed."""
         with self.changed:
             if self.closed is None:
                 self._waiting.appendleft(request)
             return self.closed is None
 
     def discard(self, request: Request) -> None:
-        """Remove `request` if it waits."""
+        """Remove `request` if it is in the queue."""
         with self.changed:
             if request in self._waiting:
                 self._waiting.remove(request)
 
     def close(self, why: str) -> list[Request]:
-        """Accept no more requests. Returns the waiting ones, which leave the queue; the first reason stays."""
+        """Accept no more requests. Removes and returns the waiting ones; a reason given before stays."""
         with self.changed:
             self.closed = self.closed or why
             refused = [*self._waiting]

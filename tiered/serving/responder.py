@@ -1,6 +1,6 @@
-"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when its client goes.
+"""Submits an HTTP request, gathers or streams its answer, and cancels it when the client disconnects.
 
-Events of its choices come from the scheduler's thread to the server's event loop.
+The scheduler's thread sends events of the choices to the server's event loop.
 """
 
 import asyncio
@@ -38,9 +38,10 @@ class Draft:
     """A block of choice `index` after a forward.
 
     Attributes:
-        first: its first column behind the prompt.
-        before: the token in front of it; None for the prompt's last one.
-        ids: its tokens; proposals for the open ones.
+        index: number of the choice.
+        first: first column of the block, counted from the prompt's end.
+        before: token before the block; None for the prompt's last one.
+        ids: tokens of the block; proposals for open ones.
         open: whether each token is open.
     """
 
@@ -62,27 +63,27 @@ ChoiceEvent = Final | Draft | Finished
 
 
 class Feed(asyncio.Queue[ChoiceEvent | Exception]):
-    """A queue from other threads to the event loop that made it. An exception ends all choices."""
+    """A queue from other threads to the event loop that made it. An exception in it ends all choices."""
 
     def __init__(self) -> None:
         super().__init__()
         self._reader = asyncio.get_running_loop()
 
     def send(self, event: ChoiceEvent | Exception) -> None:
-        """Put `event` from any thread; behind the end of the loop, drop it."""
+        """Put `event` from any thread, or drop it if the loop is closed."""
         with suppress(RuntimeError):  # the loop is closed
             self._reader.call_soon_threadsafe(self.put_nowait, event)
 
 
 class ChoiceStreamer:
-    """The streamer of one choice. It sends tokens once all tokens in front of them are final too."""
+    """The streamer of one choice. It sends a token when it and all tokens before it are final."""
 
     def __init__(self, feed: Feed, index: int) -> None:
         self._feed, self.index = feed, index
         self._sent, self._blocks = 0, -1  # tokens sent; tokens of finished blocks, -1 before the prompt
 
     def put(self, value: Tensor) -> None:
-        """The prompt, then every final block."""
+        """Receive the prompt, then every final block."""
         if self._blocks < 0:
             self._blocks = 0
             return
@@ -94,7 +95,7 @@ class ChoiceStreamer:
         self._send(value[0][whole].tolist())
 
     def end(self) -> None:
-        """See `Streamer`; `Finished` says more."""
+        """Do nothing: `Finished` marks the end."""
 
     def _send(self, block: list[int]) -> None:
         if new := block[self._sent - self._blocks :]:
@@ -121,13 +122,13 @@ class DraftStreamer(ChoiceStreamer):
 class Responder:
     """The answers to one request.
 
-    As a context manager it is in `under_way`, and cancels, at the end, the choices that are not over.
+    As a context manager it is a member of `under_way`, and cancels unfinished choices at its end.
     """
 
     def __init__(
         self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall], under_way: set["Responder"]
     ) -> None:
-        """In the event loop. `calls`: one for each choice. Raises as `Scheduler.submit`; then nothing is submitted."""
+        """Submit `calls`, one for each choice, in the event loop. Raises as `Scheduler.submit`; then no call runs."""
         self._feed, self._parsed, self._calls, self._under_way = Feed(), parsed, calls, under_way
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
@@ -160,17 +161,17 @@ class Responder:
             request.cancel()
 
     def fail(self, error: Exception) -> None:
-        """End it in `error`, behind what is final already."""
+        """End the answers with `error`, after the events sent already."""
         self._feed.send(error)
 
     async def gathered(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> dict[str, object]:
-        """The whole answer. Raises `ClientDisconnect` if `disconnect` has returned first."""
+        """The whole answer. Raises `ClientDisconnect` if `disconnect` returns first."""
         async for _ in self._events(disconnect):
             pass
         return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
 
     async def streamed(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
-        """Events: text that is final, and drafts and sums if the request has them. An error becomes the last event."""
+        """Events of final text, and of drafts and token counts if requested. An error becomes the last event."""
         try:
             for index in range(len(self._calls)):
                 yield replies.first(index)
@@ -204,7 +205,7 @@ class Responder:
                 match happens:
                     case Final():
                         yield happens, text.put(happens.ids)
-                        if text.ended is not None:  # a stop string, or enough: the rest is of no use
+                        if text.ended is not None:  # a stop string or the last token: the rest is not needed
                             self._requests[index].cancel()
                             left.discard(index)
                             yield Finished(index), ""
@@ -226,7 +227,7 @@ class Responder:
         return [text.ended or "length" for text in self._texts]
 
     def _usage(self) -> dict[str, int]:
-        # A prompt counts once, however often it is answered.
+        # A prompt counts once, even with several answers.
         prompts = sum(call.prompts.longest for call in self._calls[:: self._parsed.n])
         answers = sum(text.tokens for text in self._texts)
         return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
@@ -251,8 +252,8 @@ class Responder:
 
 
 def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, lock: Lock) -> list[PreparedCall]:
-    """A call for each choice; `lock`: a tokenizer is of one thread at a time. Raises `RefusedBody` as `Runtime.prepare`
-    raises, and for a prompt that is too long."""
+    """A call for each choice; `lock` guards the tokenizer. Raises `RefusedBody` if `Runtime.prepare` raises, and for a
+    prompt that is too long."""
     calls = []
     for prompt in parsed.prompts:
         raw = parsed.raw and isinstance(prompt, str)
@@ -271,7 +272,7 @@ def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, 
 
 
 def logged(error: Exception) -> Exception:
-    """`error`, which is written to the log if the request is not to blame."""
+    """`error`, after logging it if it is internal."""
     if error_reply(error)[0] == 500:
         _LOG.error("a request failed", exc_info=error)
     return error

@@ -1,12 +1,11 @@
 """Continuous batching: requests share the forwards of one runtime.
 
-On the CPU each answer is that of the request alone, bit for bit; `tiered.forward.together` says why, and why not on
-CUDA.
+On the CPU each answer is the same as alone, bit for bit; `tiered.forward.together` explains why, and why not on CUDA.
 
 Every request has its own canvas, store, rule, seed and clock, and yields one forward at a time. A round runs one
-forward of each request. Forwards that can go through the layers together do; the others go alone. Of long forwards,
-such as the first pass over a long prompt, a round runs one. It stops after every `max_prefill_rows` rows times layers,
-and a round of the other requests runs in between.
+forward of each request. Compatible forwards go through the layers together, the others alone. A round runs only one
+long forward, such as the first pass over a long prompt. It pauses after every `max_prefill_rows` rows times layers for
+a round of the other requests.
 """
 
 import logging
@@ -33,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 class Scheduler:
     """Answers requests of one runtime under its policy and codes.
 
-    `submit` and `Request.cancel` may be called in any thread. Rounds run in one thread: the caller's (`step`), or the
+    Any thread may call `submit` and `Request.cancel`. Rounds run in one thread: the caller's (`step`), or the
     scheduler's own (`start`). As a context manager it starts and closes itself.
 
     Attributes:
@@ -51,11 +50,10 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            max_running: most requests that are denoised at a time; the budget may allow fewer.
+            max_running: most requests denoised at a time; the budget may allow fewer.
             max_waiting: most requests in the queue.
-            max_prefill_rows: rows times layers of a long forward, over the number of layers, between two steps of the
-                other requests.
-            seconds: most seconds of a request, in the queue included; None for no limit.
+            max_prefill_rows: rows of a long forward, through all layers, between two steps of the other requests.
+            seconds: most seconds of a request, queue included; None for no limit.
 
         Raises:
             TypeError, ValueError: a number of the wrong type, or out of range.
@@ -71,7 +69,7 @@ class Scheduler:
         self._queue = RequestQueue(max_waiting)
         self._running: list[Request] = []
         self._thread: threading.Thread | None = None
-        self._full = False  # the next request had no room, and none has left since
+        self._full = False  # the next request had no room, and no request has ended since
         self._long: Request | None = None  # the request whose long forward is under way
 
     @property
@@ -93,7 +91,7 @@ class Scheduler:
 
         Args:
             streamer: as for `Runtime.generate`; called in the scheduler's thread.
-            on_end: called once at the request's end, in the scheduler's thread or by `drain`.
+            on_end: called once at the request's end, in the scheduler's thread or in `drain`.
 
         Raises:
             TierCapacityError: the budget has no room for the call, even alone.
@@ -102,7 +100,7 @@ class Scheduler:
             ValueError: several prompts.
         """
         if len(call.prompts.ids) != 1:
-            raise ValueError(f"a request is one prompt, not {len(call.prompts.ids)}: submit each by itself")
+            raise ValueError(f"the call has {len(call.prompts.ids)} prompts; one is allowed: submit each by itself")
         check_streamer(streamer)
         self.runtime.check_alone(call)
         return self._queue.add(call, streamer=streamer, on_end=on_end, seconds=self._seconds)
@@ -124,7 +122,7 @@ class Scheduler:
     # Its own thread.
 
     def start(self) -> None:
-        """Run rounds in a thread whenever there is a request, until `close`. Raises `ClosedError` if the scheduler is
+        """Run rounds in a thread while there are requests, until `close`. Raises `ClosedError` if the scheduler is
         closed."""
         with self._queue.changed:
             self._queue.require_open()
@@ -138,7 +136,7 @@ class Scheduler:
             self._end(request, ClosedError(why))
 
     def close(self, *, cancel: bool = False) -> None:
-        """`drain`, and wait for the running requests; with `cancel`, cancel them. A second call does nothing."""
+        """`drain`, then wait for the running requests, or with `cancel` cancel them. A second call does nothing."""
         self.drain()
         if cancel:
             for request in [*self._running]:
@@ -163,7 +161,7 @@ class Scheduler:
                     return
             try:
                 self.step()
-            except Exception as error:  # a defect: running requests cannot go on, and have to end
+            except Exception as error:  # a defect: running requests cannot go on
                 _LOG.exception("a round failed")
                 for request in self._running:
                     self._end(request, error)
@@ -173,7 +171,7 @@ class Scheduler:
     # A round.
 
     def _turn_over(self) -> None:
-        """End requests that are cancelled or late, and begin waiting ones, by arrival, as the budget has room."""
+        """End cancelled and late requests, and begin waiting ones in order, as far as the budget has room."""
         self._let_leave()
         while len(self._running) < self.max_running and not self._full:
             if (request := self._queue.take()) is None:
@@ -216,7 +214,7 @@ class Scheduler:
         self._let_leave()
 
     def _forward_long(self, request: Request, asked: Asked) -> None:
-        """A long forward, with rounds of the others in between."""
+        """Run a long forward, with rounds of the other requests in between."""
         most, passed = self.runtime.model.shape.layers * self.max_prefill_rows, 0.0
         forward, _ = asked
 
@@ -245,7 +243,7 @@ class Scheduler:
             try:
                 answers: Sequence[Tensor | Exception] = logits_together([asked for _, asked in group])
             except Exception as error:
-                if len(group) > 1:  # alone, only the request fails that has caused it
+                if len(group) > 1:  # alone, only the request that caused the error fails
                     _LOG.warning("a shared forward failed", exc_info=error)
                     for each in group:
                         self._forward([each])
@@ -268,8 +266,8 @@ class Scheduler:
                 self.counts.ended[request.state] += 1
 
     def _end(self, request: Request, error: Exception) -> None:
-        """End a request in an error, even if its callbacks raise."""
-        if request.over:  # the answer is there; a callback has raised
+        """End a request with an error, even if its callbacks raise."""
+        if request.over:  # the request was done; a callback has raised
             _LOG.exception("a callback of %r failed", request)
             return
         try:

@@ -1,6 +1,6 @@
-"""The process that serves an application until a signal ends it.
+"""The process that serves an application until a signal.
 
-A request has to come in time. Connections without a request are closed before there are too many.
+Requests have a time limit for their headers. Connections without a request are closed if there are too many.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from tiered.serving.responder import Responder
 _LOG = logging.getLogger(__name__)
 
 _HEADER_SECONDS = 10.0
-BACKLOG = 64  # connections that wait to be accepted; asyncio may accept as many before one of them can be closed
-_FILES = 128  # descriptors beside those of connections
+BACKLOG = 64  # connections waiting for accept; asyncio may accept as many before one of them can be closed
+_FILES = 128  # file descriptors beside those of connections
 _MOST = 4096
 
 
 def most_connections() -> int:
-    """Connections that the process's limit of open files leaves room for, at most 4096."""
+    """Most connections under the process's limit of open files, up to 4096."""
     try:
         import resource
     except ModuleNotFoundError:  # not on Windows
@@ -44,17 +44,16 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with a limit of time for a request's headers and a limit of connections.
+    """uvicorn's protocol with a time limit for a request's headers and a limit of connections.
 
-    The body has a limit of its own. While a request is answered the connection has none.
+    The application limits the time of the body. A connection has no time limit while its request is answered.
     """
 
     def __init__(self, *args: Any, header_seconds: float, most: int, **more: Any) -> None:
         """
         Args:
-            header_seconds: from the first moment of the connection, or the end of the answer before, to the last
-                header.
-            most: connections. One more closes that which has been without a whole request for the longest time.
+            header_seconds: most seconds from the connection's start, or the end of the last answer, to the last header.
+            most: most connections. One more closes the connection that has been without a whole request longest.
         """
         super().__init__(*args, **more)
         self._header_seconds, self._most = header_seconds, most
@@ -63,7 +62,7 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no whole request has come that is still to be answered."""
+        """True if the connection has no whole request to answer."""
         return self._between or self.cycle.more_body
 
     @property
@@ -110,7 +109,7 @@ class Connection(H11Protocol):
 
     def _end_late(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(408, f"the headers did not come in {self._header_seconds:g} s")
+            self._refuse(408, f"the headers did not arrive within {self._header_seconds:g} s")
         else:
             self.transport.close()
 
@@ -125,10 +124,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGINT or SIGTERM: then takes no more, refuses what waits, and ends once what runs is answered.
+    """Serves until SIGINT or SIGTERM, then rejects new and waiting requests and ends after the running ones.
 
-    Until then it goes on to listen, and refuses new requests. What runs past its time ends in an error, as all does at
-    the second signal.
+    Meanwhile it goes on listening, to reject new requests. Requests that run past the grace period, or at the second
+    signal, end with an error.
     """
 
     def __init__(
@@ -136,9 +135,9 @@ class Server(uvicorn.Server):
     ) -> None:
         """
         Args:
-            grace_seconds: that running requests have once a signal has come, of which the last second, or quarter, is
-                for their errors.
-            header_seconds: that a connection has for the headers of a request.
+            grace_seconds: most seconds for running requests after a signal; the last second, or quarter, is for sending
+                errors.
+            header_seconds: most seconds of a connection for a request's headers.
         """
         self._scheduler, self._grace = service.scheduler, grace_seconds
         self._last = min(1.0, grace_seconds / 4)
@@ -160,17 +159,17 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def serve_at(self, listening: socket.socket) -> None:
-        """Start the scheduler and answer at a socket that listens; until a signal comes."""
+        """Start the scheduler and serve on a listening socket until a signal."""
         with self._scheduler:
             self.run(sockets=[listening])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn; the signal is not raised again at the end."""
+        """As uvicorn, but the signal is not raised again at the end."""
         self._why = f"the server ends ({signal.Signals(sig).name})"
         self._at_once, self.should_exit = self.should_exit, True
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn: ten times a second, whether to close the socket and end."""
+        """As uvicorn, ten times a second: True to close the socket and end."""
         if not await super().on_tick(counter):
             return False
         now = asyncio.get_running_loop().time()
@@ -180,9 +179,9 @@ class Server(uvicorn.Server):
         return self._at_once or not self._responders or now >= self._deadline
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn. Answers that are under way end in an error; connections that are left after that are closed."""
+        """As uvicorn, after ending unfinished answers with an error. Connections left after that are closed."""
         if self._responders:
-            _LOG.warning("tiered: the server ends; answers under way that end in an error: %d", len(self._responders))
+            _LOG.warning("tiered: the server ends; unfinished answers end with an error: %d", len(self._responders))
         for responder in [*self._responders]:
             responder.fail(ClosedError(self._why))
         closing = asyncio.get_running_loop().call_later(max(0.2, self._last), self._abort)
@@ -195,6 +194,6 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`; port 0: at a free one. Raises `OSError` if that fails."""
+    """A socket that listens on `host`; port 0 for a free one. Raises `OSError` if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -1,1 +1,2 @@
-"""Commit rules: which candidates a step fixes. Found in the files here by name, usable with any policy."""
+"""Commit rules, which choose the candidates that a step fixes. They are found in the files here, and work with any
+policy."""

@@ -13,15 +13,15 @@ from tiered.decoding.sampling_options import CONFIDENCES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What the model proposes for the block's rows.
+    """The model's proposals for the block's rows.
 
     Attributes:
         tokens: proposed ids.
-        confidence: float64 score of each proposal; −inf where the row is not pending, so that it sorts last.
-        pending: True where nothing is fixed yet.
-        shift: KL in nats of each row's attention in the last layer from the step before, mean over heads; NaN at a
-            block's first step and at a refresh of every row. None unless `CommitRule.needs_shift`.
-        broken: sequences with a pending row whose largest logit is not finite; None if it was not looked for.
+        confidence: float64 score of each proposal; −inf for a row that is not pending, which sorts last.
+        pending: True for rows without a fixed token.
+        shift: KL in nats of each row's last-layer attention from the step before, mean over heads. NaN at a block's
+            first step and at a refresh of every row. None unless `CommitRule.needs_shift`.
+        broken: True for sequences with a pending row whose largest logit is not finite; None if not checked.
     """
 
     tokens: Int[Tensor, "batch block"]
@@ -31,44 +31,41 @@ class Candidates:
     broken: Bool[Tensor, " batch"] | None = None
 
     def ranks(self) -> Int[Tensor, "batch block"]:
-        """0 for each sequence's most confident row, 1 for the next; of equals, the leftmost comes first."""
+        """Rank of each row by confidence in its sequence, from 0; of equal ones the leftmost comes first."""
         return self.confidence.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
 
 
 class CommitState(ABC):
-    """The mutable part of a rule: made by `CommitRule.start` for one call."""
+    """The mutable state of a rule in one call, made by `CommitRule.start`."""
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
-        """A block begins, with these rows to fix."""
+        """Begin a block with these rows to fix."""
 
     @abstractmethod
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        """Rows to fix now: pending ones, and at least one of every sequence that has any, at the latest in the
-        block's last step."""
+        """Pending rows to fix now. By the block's last step, every sequence with pending rows must get at least one."""
 
     def keep(self, sequences: list[int]) -> None:  # noqa: B027
-        """Called at a block's end when only these sequences (ascending) go on."""
+        """Keep only these sequences (ascending); called at a block's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRule(ABC):
     """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
 
-    Rules are found in the files of this folder. The fields of its dataclass are options of `generate` and flags of
-    `tiered generate`, and its "Attributes" section is their help.
+    Rules are found in the files of this folder. The fields of a rule's dataclass are options of `generate` and flags of
+    `tiered generate`, with its "Attributes" section as help.
 
     Attributes:
-        rank: of rules that the same options fit, the one with the lowest is meant, and of equals the one with the
-            fewest options.
-        noise: the noise processes whose models the rule is for, as in `ModelShape.noise`.
-        rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
-        in_blocks: True if the rule is for models alone whose rows see blocks.
-        needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
-        confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
-        by_time: True if the rule follows a time that falls over the steps, as Dream's do. The block is then the whole
-            answer by default, and all steps count, even if they are more than the tokens.
-        tempered_confidence, top_k_first: what distribution tokens are drawn from, and whether it is what the rule looks
-            at, as in `Sampling`.
+        rank: order of rules that the same options fit: the lowest rank is chosen, then the fewest options.
+        noise: noise processes of the rule's models, as in `ModelShape.noise`.
+        rewrites: whether a chosen token stays open, so that later steps of the block may rewrite it.
+        in_blocks: True if the rule is for block-causal models only.
+        needs_shift: whether the rule reads `Candidates.shift`, which takes memory and time to measure.
+        confidences: allowed kinds of confidence, as in `Sampling.confidence`.
+        by_time: True if the rule follows a time that falls over the steps, as Dream's do. The default block is then the
+            whole answer, and all steps run, even if there are fewer tokens.
+        tempered_confidence, top_k_first: as in `Sampling`.
     """
 
     name: ClassVar[str]
@@ -88,5 +85,5 @@ class CommitRule(ABC):
 
     @abstractmethod
     def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
-        """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`. A rule that
+        """Fresh state for one call. Rules with a schedule divide a block's tokens by `steps_per_block`. A rule that
         draws takes its numbers from `streams`, a block at a time (`Generators.of_block`)."""

@@ -1,6 +1,6 @@
-"""Fixing masks and editing tokens in one step: the sampler of LLaDA2.1 (joint threshold).
+"""The sampler of LLaDA2.1 (joint threshold), which fills masks and edits tokens in one step.
 
-Unlike in the authors' code [MASK] is never proposed, so a block ends whatever the model predicts.
+Unlike in the authors' code, [MASK] is never proposed, so every block ends.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from tiered.decoding.sampling import OpenBlock, propose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointThreshold(CommitRule):
-    """Fill the masks above one threshold, and edit the tokens above another, until a step changes nothing.
+    """Fill masks above one threshold, and edit tokens above another, until a step changes nothing.
 
-    A block ends with a step that finds no mask and edits nothing, or after `max_post_steps` steps that found no mask.
+    A block ends with a step that finds no mask and edits no token, or after `max_post_steps` steps that found no mask.
     The prompt's tokens are never edited.
 
     Attributes:
-        confidence_threshold: a mask is filled above this confidence; in [0, 1].
-        editing_threshold: a token is edited where another one is above this confidence; in [0, 1].
-        max_post_steps: steps of a block that may find no mask.
-        num_to_transfer: masks that a step fills at the least, the surest ones, where there are so many.
+        confidence_threshold: confidence above which a mask is filled; in [0, 1].
+        editing_threshold: confidence in another token above which a token is edited; in [0, 1].
+        max_post_steps: most steps of a block that find no mask.
+        num_to_transfer: least masks that a step fills, the most confident ones, if there are as many.
     """
 
     name: ClassVar[str] = "joint_threshold"

@@ -1,8 +1,9 @@
-"""So many tokens of a block a step: the schedule of LLaDA's own sampler (arXiv 2502.09992, algorithm 5), and SDAR's
-samplers (arXiv 2510.06303).
+"""Rules with a number of tokens a step: LLaDA's own sampler (arXiv 2502.09992, algorithm 5), and SDAR's samplers (arXiv
+2510.06303).
 
-Those of SDAR follow the authors' code (JetAstra/SDAR, commit c2041a83), which counts the whole block, even if its first
-tokens are the prompt's. Unlike there, nothing fixed is chosen again, and a block that its steps leave open goes on.
+SDAR's rules follow the authors' code (JetAstra/SDAR, commit c2041a83), which counts the whole block, even if its first
+tokens are the prompt's. Unlike there, fixed tokens are not chosen again, and a block that is still open after its steps
+goes on.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static(CommitRule):
-    """A block's n tokens over s steps: n // s in each, and one more in each of the first n mod s."""
+    """Divide a block's n tokens by s steps: n // s in each, and one more in each of the first n mod s."""
 
     name: ClassVar[str] = "static"
     rank: ClassVar[int] = 0
@@ -29,11 +30,11 @@ class Static(CommitRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota(CommitRule):
-    """A block of n tokens over s steps: the n // s surest in each, and one more in each of the first n mod s. Above a
-    threshold, where one is given, all of them, if they are no fewer.
+    """Divide a block of n tokens by s steps: the n // s most confident in each, and one more in each of the first n mod
+    s. If at least as many are above a threshold, fix all of these.
 
     Attributes:
-        confidence_threshold: a candidate passes above this confidence; in [0, 1]. None: none does but by its rank.
+        confidence_threshold: confidence above which candidates pass; in [0, 1]. None for no threshold.
     """
 
     name: ClassVar[str] = "quota"
@@ -53,7 +54,7 @@ class Quota(CommitRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential(CommitRule):
-    """As many tokens a step as `quota`, from the first open one on, however sure the model is of them."""
+    """As many tokens a step as `quota`, from the first open one on, at any confidence."""
 
     name: ClassVar[str] = "sequential"
     rank: ClassVar[int] = 2
@@ -94,7 +95,7 @@ class _Surest(_Counted):
 class _First(_Counted):
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         pending = candidates.pending
-        # Counted from the first open token, fixed ones among them.
+        # Counted from the first open token, including fixed ones.
         place = (pending.cumsum(dim=1) > 0).cumsum(dim=1)
         return pending & (place <= self._due(pending.shape[1]))
 

@@ -1,4 +1,4 @@
-"""Every commit rule by name, found in the files beside this one: a new rule is a file here, and nothing else."""
+"""Every commit rule by name, found in the files beside this one. A new rule needs only a file here."""
 
 import importlib
 import pkgutil
@@ -20,7 +20,8 @@ def _found() -> Iterator[type[CommitRule]]:
 
 
 def in_order(rules: Iterable[type[CommitRule]]) -> list[type[CommitRule]]:
-    """Plain rules by rank and number of options, so a new rule takes no call from another; rewriting rules last."""
+    """Plain rules by rank and number of options, then rewriting rules, so that a new rule does not replace a
+    default."""
     return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(fields(rule)), rule.name))
 
 
@@ -35,8 +36,12 @@ COMMIT_OPTIONS: dict[str, Any] = {
 
 
 def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
-    """The rule of that name; for None the first rule that `options` fit, `static` without any. Raises `TypeError` for
-    neither name, rule nor None, and `ValueError` for an unknown name or options that do not fit."""
+    """The rule named `commit`; None for the first rule that `options` fit, `static` without any.
+
+    Raises:
+        TypeError: `commit` is not a name, a rule or None.
+        ValueError: an unknown name, or options that do not fit.
+    """
     if isinstance(commit, CommitRule):
         if options:
             raise ValueError(f"options {options} beside a commit rule object; set them in the object: {commit}")
@@ -44,7 +49,7 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
     if commit is None:
         fitting = [name for name, rule in COMMIT_RULES.items() if _fits(rule, options)]
         if not fitting:
-            raise ValueError(f"{' and '.join(sorted(options))} belong to different commit rules; give one of them")
+            raise ValueError(f"no commit rule has {' and '.join(sorted(options))} together; give one of them")
         commit = fitting[0]
     if not isinstance(commit, str):
         raise TypeError(f"commit is the name of a rule or a CommitRule, not {commit!r}")

@@ -1,7 +1,7 @@
-"""Rules under which a block's tokens stay open, and may change again, until the block ends: what uniform noise needs.
+"""Rules for uniform noise, under which a block's tokens stay open and may change until the block ends.
 
-A masked model shows by its masks what is undecided. Under uniform noise any token may be wrong, so a step rewrites
-some, and a block ends after its steps, or once a step has nothing to change. The rules are GIDD's: its adaptive sampler
+In a masked model, masks mark undecided tokens. Under uniform noise any token may be wrong, so a step rewrites some. A
+block ends after its steps, or when a step has nothing to change. The rules are GIDD's adaptive sampler
 (dvruette/gidd-easydel, 6525e88) and its ancestral sampler (arXiv 2503.04482, section 3).
 """
 
@@ -25,7 +25,7 @@ class RewritingRule(CommitRule):
     """Options of a rule that rewrites.
 
     Attributes:
-        noise_schedule: how noise falls over a block's steps, "cosine" or "linear".
+        noise_schedule: schedule of the noise over a block's steps, "cosine" or "linear".
     """
 
     noise: ClassVar[frozenset[str]] = frozenset({"uniform", "mask"})
@@ -38,9 +38,9 @@ class RewritingRule(CommitRule):
 
 
 class RewritingState(CommitState):
-    """State of a rule whose tokens stay open. Its `choose` chooses what is rewritten, and counts the block's steps.
+    """State of a rule whose tokens stay open. Its `choose` chooses rows to rewrite, and counts the block's steps.
 
-    `weighs_masks`: True if the mask token keeps its share of the distribution that `propose` sees.
+    `weighs_masks`: True if the mask token keeps its share of the distribution in `propose`.
     """
 
     weighs_masks: ClassVar[bool] = False
@@ -52,35 +52,35 @@ class RewritingState(CommitState):
         self._step = 0
 
     def levels(self, block: OpenBlock) -> tuple[Noise, float, float]:
-        """The noise that the model was trained on, and its log-SNR before this step and after it."""
-        assert block.process is not None, "the runtime refuses the rule for other models"
+        """The noise process of the model's training, and the log-SNR before and after this step."""
+        assert block.process is not None, "the runtime rejects the rule for other models"
         levels, now = block.process.log_snrs(self._steps, self._rule.noise_schedule), self._steps - self._step
         return block.process, levels[now], levels[now - 1]
 
     @abstractmethod
     def propose(self, block: OpenBlock) -> Candidates:
-        """Tokens that could stand in the rows, and how urgent each is; the mask token's logits are −∞, unless the rule
-        weighs masks."""
+        """Proposed tokens of the rows, and the urgency of each as its confidence. The mask token's logits are −∞,
+        unless the rule weighs masks."""
 
     @abstractmethod
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
-        """Sequences whose block ends with this step, which has changed these tokens."""
+        """True for sequences whose block ends with this step; `changed`: tokens that the step changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive(RewritingRule):
     """Rewrite the `tokens_per_step` tokens with the largest (p_max − p_current) · π(z).
 
-    p_max is the probability of the likeliest token, p_current that of the token z which stands there, and π(z) that
-    noise at this level has put it there. Under masks alone π is 0 for all but masks, and the rule fixes the most
+    p_max is the probability of the likeliest token, p_current that of the current token z, and π(z) the probability of
+    z under the noise at this level. Under masks alone π is 0 for other tokens than masks, and the rule fixes the most
     confident ones. The new token is the likeliest, or drawn at a temperature.
 
-    A block ends after its steps, or earlier if nothing is left to change, as after a step at temperature 0 that changes
-    nothing.
+    A block ends after its steps, or earlier if no token is left to change, as after a step without changes at
+    temperature 0.
 
     Attributes:
-        tokens_per_step: how many tokens a step rewrites at most.
-        noise_schedule: how noise falls over a block's steps, "cosine" or "linear"; it matters where π does.
+        tokens_per_step: most tokens that a step rewrites.
+        noise_schedule: schedule of the noise over a block's steps, "cosine" or "linear"; it affects π alone.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -101,12 +101,12 @@ class MostWanted(RewritingState):
 
     def propose(self, block: OpenBlock) -> Candidates:
         process, level, _ = self.levels(block)
-        # How likely noise at this level is to put each token where it stands: π(z).
+        # π(z): probability of each current token under the noise at this level.
         of_token, of_mask = process.probability(level)
         noise = block.logits.new_full(block.tokens.shape, of_token)
         noise.masked_fill_(block.tokens == block.mask_token_id, of_mask).masked_fill_(~block.pending, 0.0)
         self._settles = block.sampling.temperature == 0
-        # A token that noise does not make is no noise any more once it stands.
+        # If noise makes masks alone, a written token cannot be noise any more.
         self._fixes = process.of_tokens(level) == 0
         found = proposals(block)
         gain = _gain(block, found.likeliest)
@@ -114,7 +114,7 @@ class MostWanted(RewritingState):
         return block.candidates(found.tokens, self.urgency(gain, noise))
 
     def urgency(self, gain: Float[Tensor, "batch rows"], noise: Tensor) -> Float[Tensor, "batch rows"]:
-        """`gain`, and −inf for what cannot be noise."""
+        """`gain`, and −inf for tokens that cannot be noise."""
         return gain.masked_fill_(noise == 0, -torch.inf)
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
@@ -133,7 +133,7 @@ class MostWanted(RewritingState):
 
 
 def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:
-    """p_max − p_current, in place of the logits: they are the largest tensor of a step."""
+    """p_max − p_current. Overwrites the logits, the largest tensor of a step."""
     logits = block.logits
     logits -= logits.gather(-1, likeliest[..., None])
     logits.exp_()
@@ -143,13 +143,13 @@ def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ancestral(RewritingRule):
-    """Every token of the block is drawn anew from q(z_s | z_t, x̂), from noise level t to the next cleaner one, s.
+    """Draw every token of the block anew from q(z_s | z_t, x̂), from noise level t to the next cleaner one, s.
 
     x̂ is the model's distribution at the temperature, cut by `top_p` and `top_k`; at temperature 0 all of it is on the
-    likeliest token. A token that noise cannot have put there and the model does not expect stays as it is.
+    likeliest token. A token with probability 0 under both the noise and the model stays as it is.
 
     Attributes:
-        noise_schedule: how noise falls over a block's steps, "cosine" or "linear".
+        noise_schedule: schedule of the noise over a block's steps, "cosine" or "linear".
     """
 
     name: ClassVar[str] = "ancestral"
@@ -174,7 +174,7 @@ class _Posterior(RewritingState):
                 current = block.tokens[sequence, rows]
                 weights = posterior(expected[sequence, rows], current, process, noisy, cleaner)
                 tokens[sequence, rows] = draw(weights, block.streams, sequence)
-                del weights  # else the next sequence's would stand beside them
+                del weights  # freed before the next sequence's weights are made
         return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
@@ -187,8 +187,8 @@ class _Posterior(RewritingState):
 
 def draw(weights: Float[Tensor, "rows vocab"], streams: Generators, sequence: int) -> Int[Tensor, " rows"]:
     """A token for each row, by weight, from the sequence's own stream."""
-    # The largest of log-weights plus Gumbel numbers is a draw by weight. Here both are raised to e, for the logarithm
-    # in float64 would take as much room as the numbers.
+    # The argmax of log-weights plus Gumbel numbers is a draw by weight. Both are exponentiated here, because a float64
+    # logarithm would take as much room as the numbers.
     return streams.gumbel(sequence, *weights.shape).exp_().mul_(weights).argmax(dim=-1)
 
 
@@ -196,14 +196,14 @@ def posterior(
     expected: Float[Tensor, "rows vocab"], current: Tensor, process: Noise, noisy: float, cleaner: float
 ) -> Float[Tensor, "rows vocab"]:
     """q(z_s | z_t, x̂) up to a factor by row: q_s(z) · q(z_t | z_s = z). `expected`: x̂, the distribution of the clean
-    token; `current`: z_t; `noisy`, `cleaner`: log-SNR of t and of s."""
+    token; `current`: z_t; `noisy`, `cleaner`: log-SNR of t and s."""
     clean_t, clean_s = process.clean(noisy), process.clean(cleaner)
     kept = clean_t / clean_s
     of_token_t, of_mask_t = process.probability(noisy)
     of_token_s, of_mask_s = process.probability(cleaner)
     marginal = clean_s * expected + (1 - clean_s) * of_token_s
     marginal[:, process.mask_token_id] += (1 - clean_s) * (of_mask_s - of_token_s)
-    # What noise adds between s and t, by the token that it puts there.
+    # Probability of the noise added between s and t, by token.
     added_token = max(0.0, (1 - clean_t) * of_token_t - kept * (1 - clean_s) * of_token_s)
     added_mask = max(0.0, (1 - clean_t) * of_mask_t - kept * (1 - clean_s) * of_mask_s)
     added = expected.new_full(current.shape, added_token).masked_fill_(current == process.mask_token_id, added_mask)

@@ -1,4 +1,5 @@
-"""All tokens that are confident enough, or reliable together: Fast-dLLM's rules (arXiv 2505.22618, section 3.3)."""
+"""Fast-dLLM's rules: fix tokens above a threshold, or as many as are reliable together (arXiv 2505.22618, section
+3.3)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,7 +18,7 @@ class Threshold(CommitRule):
     """Fix every candidate whose confidence is at least `confidence_threshold`, and always the most confident one.
 
     Attributes:
-        confidence_threshold: a candidate passes from this confidence on; in [0, 1].
+        confidence_threshold: least confidence of a candidate that passes; in [0, 1].
     """
 
     name: ClassVar[str] = "threshold"
@@ -42,13 +43,13 @@ class AtLeast(CommitState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor(CommitRule):
-    """Fix the n most confident candidates, n as large as (n + 1)(1 − confidence of the n-th) ≤ `factor` allows.
+    """Fix the n most confident candidates, for the largest n with (n + 1)(1 − confidence of the n-th) ≤ `factor`.
 
-    As in the authors' code, the most confident one always passes, and where all pending ones but the last do, the
-    last is fixed too.
+    As in the authors' code, the most confident candidate always passes, and if only one pending candidate would be
+    left, it passes too.
 
     Attributes:
-        factor: the larger, the more tokens pass together; above 0.
+        factor: bound above 0; a larger one lets more tokens pass together.
     """
 
     name: ClassVar[str] = "factor"
@@ -72,7 +73,7 @@ class _Leading(CommitState):
         best_first = candidates.confidence.sort(dim=1, descending=True, stable=True).values
         nth = torch.arange(1, best_first.shape[1] + 1, device=best_first.device, dtype=best_first.dtype)
         passes = best_first >= 1 - self._factor / (nth + 1)
-        # The first passes whatever its confidence, NaN too, or a broken model's block would never end.
+        # The first passes at any confidence, even NaN, or a broken model's block would never end.
         leading = passes.cumprod(dim=1).sum(dim=1, keepdim=True).clamp(min=1)
         pending = candidates.pending.sum(dim=1, keepdim=True)
         count = leading.where(leading < pending - 1, pending)

@@ -1,7 +1,6 @@
-"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin, entropy and origin (arXiv
-2508.15487).
+"""Dream's rules maskgit_plus, topk_margin, entropy and origin, which fix tokens by a time (arXiv 2508.15487).
 
-The time falls from 1 in equal steps, and says how much of what is masked a step fixes.
+The time falls from 1 in equal steps, and determines the share of masked tokens that a step fixes.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +14,12 @@ from tiered.core.checks import check_number, check_temperature
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
-# Beyond it, times of neighbouring steps come too close in float32.
+# With more steps, times of neighbouring steps would be too close in float32.
 MOST_STEPS = 10**6
 
 
 def check_schedule_floor(floor: object) -> None:
-    """Raise `TypeError` where `floor` is no number, `ValueError` where it is not between 0 and 1, both exclusive."""
+    """Raise `TypeError` if `floor` is not a number, `ValueError` if it is not between 0 and 1, both exclusive."""
     check_number("schedule_floor", floor, least=0.0, most=1.0)
     if floor in (0, 1):
         raise ValueError(f"schedule_floor = {floor}; a number above 0 and below 1 is allowed")
@@ -28,10 +27,11 @@ def check_schedule_floor(floor: object) -> None:
 
 class Timed(CommitState):
     def __init__(self, steps: int, floor: float, streams: Generators | None = None) -> None:
-        """`floor`: the time that the last of a block's `steps` would end at. `streams`: of a rule that draws."""
+        """`floor`: end time of the last of a block's `steps`. `streams`: random streams; None for a rule that draws
+        nothing."""
         self._streams = streams
         times: Float32[Tensor, " times"] = torch.linspace(1, floor, steps + 1)
-        # 1 − s/t for each step from time t to s, in float32 as in the official code; the last leaves nothing.
+        # 1 − s/t for each step from time t to s, in float32 as in the official code; the last step fixes all.
         self._shares: list[float] = [*(1 - times[1:-1] / times[:-2]).tolist(), 1.0]
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
@@ -40,20 +40,20 @@ class Timed(CommitState):
             self._drawn = self._streams.of_block()
 
     def next_share(self) -> float:
-        """How much of what is masked this step fixes."""
+        """Share of the masked tokens that this step fixes."""
         self._step += 1
         return self._shares[min(self._step, len(self._shares)) - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timestep(CommitRule):
-    """In a step from time t to s, fix ⌊masks · (1 − s/t)⌋ of a sequence's candidates, the most confident ones; all of
-    them in the last step. With as many steps as tokens, float32 lets the first step fix none and the last two.
+    """In a step from time t to s, fix the ⌊masks · (1 − s/t)⌋ most confident candidates of a sequence, and all in the
+    last step. With as many steps as tokens, float32 rounding makes the first step fix none and the last two.
 
     Attributes:
-        confidence_temperature: above 0, the tokens to fix are drawn without replacement, with probabilities
-            softmax(confidence / confidence_temperature); 0 takes the most confident ones. Dream's `alg_temp`.
-        schedule_floor: the time at which the schedule ends, between 0 and 1, both exclusive. Dream's `eps`.
+        confidence_temperature: temperature of drawing the tokens to fix without replacement, by softmax(confidence /
+            confidence_temperature); 0 for the most confident ones. Dream's `alg_temp`.
+        schedule_floor: end time of the schedule, between 0 and 1, both exclusive. Dream's `eps`.
     """
 
     name: ClassVar[str] = "timestep"
@@ -83,13 +83,13 @@ class _Shares(Timed):
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
-        # Counted here, for a policy may show the rule only some of the block's rows.
+        # Counted here, because a policy may compute only some of the block's rows.
         self._masks: Int[Tensor, "batch 1"] = pending.sum(dim=1, keepdim=True)
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        # The product is float32's too: a share is a float32 number, exact in Python's float.
+        # The product is in float32, as in the official code; a share is a float32 number, exact in Python's float.
         count = (self._masks.float() * self.next_share()).long()
-        # Where a policy shows fewer candidates than there are masks, the step was made for those: one goes at least.
+        # If a policy computed fewer candidates than there are masks, the step must fix at least one of them.
         count = count.where(candidates.pending.sum(dim=1, keepdim=True) == self._masks, count.clamp(min=1))
         ranked = self._rank(candidates) if self._temperature > 0 else candidates
         chosen = candidates.pending & (ranked.ranks() < count)
@@ -97,23 +97,22 @@ class _Shares(Timed):
         return chosen
 
     def _rank(self, candidates: Candidates) -> Candidates:
-        # The n largest of log p + a Gumbel number are n draws from p without replacement (arXiv 1903.06059).
+        # The n largest of log p plus Gumbel numbers are n draws from p without replacement (arXiv 1903.06059).
         chance = self._drawn.gumbel(candidates.pending.shape[1])
         return replace(candidates, confidence=candidates.confidence / self._temperature + chance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin(CommitRule):
-    """In a step from time t to s, fix each candidate with probability 1 − s/t, whatever the others do; all of them in
-    the last step.
+    """In a step from time t to s, fix each candidate independently with probability 1 − s/t, and all in the last step.
 
     Attributes:
-        schedule_floor: the time at which the schedule ends, between 0 and 1, both exclusive. Dream's `eps`.
+        schedule_floor: end time of the schedule, between 0 and 1, both exclusive. Dream's `eps`.
     """
 
     name: ClassVar[str] = "origin"
     by_time: ClassVar[bool] = True
-    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # which it does not look at
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # not used
     tempered_confidence: ClassVar[bool] = True
     schedule_floor: float = 1e-3
 

@@ -1,4 +1,4 @@
-"""A snapshot of a call after one forward and its commit, in arrays on the host; and the texts of its tokens."""
+"""A snapshot of a call after one forward and its commit, in host arrays, and the texts of its tokens."""
 
 import unicodedata
 from collections.abc import Mapping
@@ -24,22 +24,22 @@ class TokenState(IntEnum):
     FRESH = 4  # fixed by this forward, or written over noise
     REVISED = 5  # rewritten by this forward
     FIXED = 6
-    END = 7  # behind the end of the answer
+    END = 7  # after the end of the answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
     """One forward with its commit, or the canvas before the first. A sequence that has left keeps its last state."""
 
-    blocks: int  # of the call
-    answer: tuple[int, int]  # first column of the answer, and the column behind it
-    span: tuple[int, int]  # the same of the current block
-    tokens: Int[np.ndarray, "batch length"]  # ids; the proposal where a token is a draft
+    blocks: int  # number of blocks of the call
+    answer: tuple[int, int]  # first column of the answer, and the column after its last
+    span: tuple[int, int]  # first column of the current block, and the column after its last
+    tokens: Int[np.ndarray, "batch length"]  # ids; for a draft, the proposal
     states: Int8[np.ndarray, "batch length"]  # `TokenState` of every token
     column_states: Int8[np.ndarray, "batch length"]  # `ColumnState` of every column
     layers: Int[np.ndarray, "batch length"]  # number of layers that computed the column's keys and values anew
     active: np.ndarray  # [batch], True for a sequence that took part
-    settled: Int[np.ndarray, " batch"]  # number of tokens of each answer that are fixed and in front of its end
+    settled: Int[np.ndarray, " batch"]  # number of fixed tokens of each answer before its end
     forwards: Int[np.ndarray, " batch"]  # number of forwards of each sequence
     forward: int = -1  # number in the call, from 0; −1 before the first
     kind: str = ""  # `StepKind`; empty before the first
@@ -47,10 +47,10 @@ class Frame:
     step: int = 0  # number in the block
     correcting: bool = False  # in a second pass over the answer
     seconds: float = 0.0  # since the call began, without the view's own time
-    forward_seconds: float = 0.0  # the same since the frame before
+    forward_seconds: float = 0.0  # since the last frame, without the view's own time
     tiers: Mapping[Tier, TierReport] = field(default_factory=dict)
     accounts: Mapping[Tier, Mapping[Account, int]] = field(default_factory=dict)  # bytes held
-    moved: Mapping[Lane, int] = field(default_factory=dict)  # bytes copied since the frame before
+    moved: Mapping[Lane, int] = field(default_factory=dict)  # bytes copied since the last frame
     moved_in_all: Mapping[Lane, int] = field(default_factory=dict)  # bytes copied since the call began
 
     @property
@@ -63,13 +63,13 @@ class Frame:
 
 
 class Words(dict[int, str]):
-    """The text of each token, with the space in front of it, and without characters that a terminal would obey."""
+    """The text of each token, with its leading space, and without characters that control a terminal."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int, eos_token_id: int) -> None:
         super().__init__({eos_token_id: "∎", mask_token_id: "░"})
         special = set(tokenizer.all_special_ids)
         self._tokenizer = tokenizer
-        # Alone, a token would lose its space in many tokenizers; behind another it keeps it.
+        # Many tokenizers drop the leading space of a token alone, and keep it behind another token.
         self._first = next((token for token in range(len(tokenizer)) if token not in special), 0)
 
     def __missing__(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""The live view, by rich: the canvas, the tiers as bars, and a line of what moves."""
+"""The live view, by rich: the canvas, the tiers as bars, and a line of copies."""
 
 import io
 import re
@@ -27,7 +27,7 @@ _STATES = {
     TokenState.FRESH: ("bold green", "committed now"),
     TokenState.REVISED: ("bold yellow", "rewritten now"),
 }
-# A cell of the map stands for several columns and shows the first state of any of them.
+# A cell of the map stands for several columns and shows the first of these states that any of them has.
 _COLUMNS = {
     ColumnState.FETCHED: ("▲", "bold red", "fetched and recomputed"),
     ColumnState.RECOMPUTED: ("■", "green", "recomputed"),
@@ -55,8 +55,8 @@ class Painter:
         self._title, self._words = title, words
 
     def picture(self, frame: Frame, width: int, height: int | None = None) -> Text:
-        """`frame` in lines of at most `width` cells and at most `height` lines; None for no limit. If the height is not
-        enough, answers get fewer lines, and then fewer sequences are shown."""
+        """`frame` in at most `height` lines of at most `width` cells; None for no limit of lines. If the height is too
+        small, answers get fewer lines, then fewer sequences are shown."""
         below = [line for items in (*_tiers(frame), *_lines(frame)) for line in _flow(items, width)]
         shown, rows = len(frame.tokens), None
         if height is not None:
@@ -79,7 +79,7 @@ class Painter:
         return Text("\n", no_wrap=True).join(lines)
 
     def write_svg(self, path: Path, frame: Frame) -> None:
-        """Write the picture of `frame` to a file. It names no font that a viewer would fetch. Raises `OSError`."""
+        """Write the picture of `frame` to a file, without fonts that a viewer would download. Raises `OSError`."""
         look: Any = {"color_system": "truecolor", "no_color": False, "force_terminal": True}
         console = Console(file=io.StringIO(), record=True, width=STILL_WIDTH, **look)
         console.print(self.picture(frame, STILL_WIDTH))
@@ -152,7 +152,7 @@ def _lines(frame: Frame) -> Iterator[list[Text]]:
 
 
 def _flow(items: list[Text], width: int) -> list[Text]:
-    """Lines of `items`, as many in each as there is room for, all but the first line indented."""
+    """`items` in lines of at most `width` cells; lines after the first are indented."""
     lines = [items[0]]
     for item in items[1:]:
         if lines[-1].cell_len + 2 + item.cell_len > width:
@@ -162,8 +162,8 @@ def _flow(items: list[Text], width: int) -> list[Text]:
 
 
 class LiveView:
-    """The latest frame on a terminal, below the text that is printed meanwhile. A thread of rich draws it, so a slow
-    terminal slows no forward."""
+    """The latest frame on a terminal, below text printed meanwhile. A thread of rich draws it, so a slow terminal
+    delays no forward."""
 
     def __init__(self, painter: Painter, slow: float) -> None:
         self._painter, self._slow, self._over = painter, slow, False
@@ -174,7 +174,7 @@ class LiveView:
         self._live = Live(console=self._console, get_renderable=self._draw, **how)
 
     def show(self, frame: Frame) -> None:
-        """Let `frame` be drawn next. Raises the error of the drawing before."""
+        """Make `frame` the next to draw. Raises the error of an earlier drawing."""
         self._frame = frame
         self._live.start(refresh=True)
         time.sleep(self._slow)
@@ -182,7 +182,7 @@ class LiveView:
             raise self._error
 
     def close(self) -> Exception | None:
-        """Leave the last frame on the terminal, in full. Returns an error of its drawing; None if all was drawn."""
+        """Leave the last frame on the terminal, in full. Returns the error of a drawing; None for no error."""
         if self._over:
             return None
         self._over = True

@@ -1,4 +1,4 @@
-"""The inspector and streamer that makes a `Frame` of a call after every forward. It changes nothing in the call."""
+"""The inspector and streamer that makes a `Frame` after every forward of a call, without changing the call."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from tiered.tiers.stats import ENDS
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook whose errors end the view but not the call. The hook's time does not count as the call's."""
+    """A hook whose errors end the view but not the call. Its time is subtracted from the call's."""
 
     @wraps(method)
     def hook(self: "Watcher", /, *args: Any, **kwargs: Any) -> None:
@@ -45,32 +45,37 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watcher:
-    """Pass it to `Runtime.generate` as `inspector` and as `streamer`; one call each.
+    """`inspector` and `streamer` of one call of `Runtime.generate`.
 
     Attributes:
-        failed: True once an error has ended the view.
-        seconds, own_seconds: time of the call up to the last frame, without the hooks', and time of the hooks.
-        entered: time at which the last hook was called.
+        failed: True after an error has ended the view.
+        seconds, own_seconds: seconds of the call up to the last frame, without the hooks, and seconds of the hooks.
+        entered: start time of the last hook, in seconds.
     """
 
     def __init__(
         self, ledger: Ledger, show: Callable[[Frame], None], give_up: Callable[[Exception], None], stop_at_eos: bool
     ) -> None:
-        """`ledger` is the runtime's. `show` gets every frame. `give_up` gets the error if a frame cannot be made or
-        shown; no frame follows. `stop_at_eos` as in the call."""
+        """
+        Args:
+            ledger: ledger of the runtime.
+            show: called with every frame.
+            give_up: called with the error if a frame cannot be made or shown; no frame follows.
+            stop_at_eos: option of the call.
+        """
         self.give_up, self.failed = give_up, False
         self.seconds = self.own_seconds = self.entered = 0.0
         self._ledger, self._show, self._stop_at_eos = ledger, show, stop_at_eos
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """A count of layers for each column, and while it is added to, the columns and as many ones."""
+        """Bytes of a count of layers for each column, and of the columns and ones added to it at a time."""
         return {Account.ACTIVATIONS: (2 * torch.int16.itemsize + torch.int64.itemsize) * sequences * length}
 
     @_guarded
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
         """See `tiered.decoding.observers.CallInspector`."""
         self._canvas, self._forward, self._policy = canvas, forward, policy
-        # With guidance a forward has twice the canvas's sequences; the first half is shown.
+        # With guidance, a forward has twice the canvas's sequences; the view shows the first half.
         self._counts = torch.zeros(canvas.batch, canvas.length, dtype=torch.int16, device=canvas.tokens.device)
         forward.rows_probe = self._count_rows
         self._tokens = canvas.tokens.cpu().numpy().copy()
@@ -108,7 +113,7 @@ class Watcher:
             states[:, streamed:] |= ColumnState.STREAMED
         real = before.states[rows] != TokenState.PAD
         column_states, layers = np.zeros_like(before.column_states), np.zeros_like(before.layers)
-        column_states[rows], layers[rows] = states * real, counts * real  # a sequence that has left has no cache
+        column_states[rows], layers[rows] = states * real, counts * real  # a finished sequence has no cache
         again = step.number == 0 and step.block == 0 and before.forward >= 0
         self._frame = replace(
             before,
@@ -123,15 +128,15 @@ class Watcher:
         )
 
     def put(self, value: Tensor) -> None:
-        """Nothing: a frame has shown these tokens already."""
+        """Do nothing: a frame has shown these tokens already."""
 
     @_guarded
     def put_draft(self, value: Tensor) -> None:
-        """The block after a commit, with proposals for open tokens: the frame is complete."""
+        """Complete the frame with the block after the commit and the proposals for its open tokens."""
         frame, step, canvas, rows = self._frame, self._step, self._canvas, self._canvas.numbers
         tokens = canvas.tokens.cpu().numpy()
         drafted = tokens.copy()
-        for row, count in enumerate(canvas.open_columns(step.block)):  # a prompt may have the block's first columns
+        for row, count in enumerate(canvas.open_columns(step.block)):  # the block's first columns may be of the prompt
             drafted[row, step.stop - count : step.stop] = value[rows[row], :count]
         clocks, active = np.array(step.forwards), np.array(step.active)
         fresh = (canvas.committed_at.cpu().numpy() == clocks[:, None]) & active[:, None]
@@ -145,18 +150,18 @@ class Watcher:
         self._complete(replace(frame, **new))
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _committed(
         self, tokens: Int[np.ndarray, "rows length"], drafted: Int[np.ndarray, "rows length"], fresh: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """States of the sequences on the canvas, and the number of settled tokens of each. `fresh`: True for a token
-        that this forward fixed."""
+        """Token states of the sequences on the canvas, and each one's number of settled tokens. `fresh`: True for a
+        token that this forward fixed."""
         rows, answer, model = self._canvas.numbers, slice(*self._frame.answer), self._forward.model
         states, at = self._frame.states[rows], self._canvas.committed_at.cpu().numpy()
         written, changed, open_ = self._written[rows], tokens != self._tokens[rows], at == PENDING
         mine = np.where(open_, TokenState.NOISE, TokenState.FIXED)
-        # A rule that rewrites tokens leaves written ones open; else an open token is a mask with a proposal.
+        # A rule that rewrites leaves written tokens open; under others an open token is a mask with a proposal.
         mine[open_ & np.where(tokens == model.mask_token_id, drafted != tokens, written | changed)] = TokenState.DRAFT
         mine[fresh | changed] = TokenState.FRESH
         mine[changed & written] = TokenState.REVISED
@@ -171,7 +176,7 @@ class Watcher:
         return states, (settled & ~np.logical_or.accumulate(ends, axis=1)).sum(axis=1)
 
     def _count_rows(self, rows: Rows, sequences: int) -> None:
-        """Count a layer at the rows whose keys and values it computes, without a read from the device."""
+        """Count a layer for the rows whose keys and values it computes, without a device-to-host read."""
         if not self.failed:
             columns = rows.index.expand(sequences, -1)[: len(self._counts)]
             ones = torch.ones_like(columns, dtype=torch.int16)

@@ -1,4 +1,4 @@
-"""A call that is watched: live on a terminal, else as lines; and its most telling frame as a picture in a file."""
+"""The view of a call: live on a terminal, as lines elsewhere, and its most telling frame as a picture file."""
 
 import json
 import sys
@@ -31,8 +31,8 @@ _LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SAVE, 
 def watching(
     runtime: Runtime, policy: str, *, terminal: bool, stop_at_eos: bool, slow: float, svg: Path | None
 ) -> Iterator[Watcher]:
-    """The inspector and streamer of one call, which is shown on stderr while the block lasts: live on a `terminal`,
-    else by lines. `slow`: seconds of every frame at least. `svg`: file for a picture; None for none."""
+    """The inspector and streamer that show one call on stderr: live on a `terminal`, else as lines. `slow`: least
+    seconds of a frame. `svg`: file for a picture; None for none."""
     assert runtime.tokenizer is not None, "text goes in"
     words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.eos_token_id)
     view: Any = PlainView(words, slow)
@@ -68,13 +68,13 @@ def watching(
 
 
 class PlainView:
-    """The view without a terminal: a line of `name=value` for every forward, to read along or to search later."""
+    """The view without a terminal: a line of `name=value` for every forward."""
 
     def __init__(self, words: Words, slow: float) -> None:
         self._words, self._slow, self._stream = words, slow, sys.stderr
 
     def show(self, frame: Frame) -> None:
-        """Print a line; none for the canvas before the first forward."""
+        """Print a line, except for the canvas before the first forward."""
         if frame.forward < 0:
             return
         start, stop = frame.span
@@ -101,4 +101,4 @@ class PlainView:
         time.sleep(self._slow)
 
     def close(self) -> None:
-        """Each line is complete: there is nothing to close."""
+        """Do nothing: each line is complete."""

@@ -1,1 +1,1 @@
-"""dLLM-Cache: the answer's residual stream from cached branches, and the rows that have moved recomputed."""
+"""dLLM-Cache: cached branches of the answer's residual stream, and recomputed rows whose values have moved."""

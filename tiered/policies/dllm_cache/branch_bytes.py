@@ -1,4 +1,4 @@
-"""Books: what a step over rows that have moved takes beside a plain step.
+"""Books: the bytes of a step over moved rows beside a plain step.
 
 The formulas follow `tiered.policies.dllm_cache` tensor by tensor.
 """
@@ -14,13 +14,13 @@ _FLOAT32, _INT64 = 4, 8
 
 
 def branch_buffers(sizes: CallShape) -> list[Buffer]:
-    """Chosen rows of an answer: their ranks, and a copy of those of a part or their angles."""
+    """Buffers of an answer's chosen rows: their ranks, and a copy or the angles of a part."""
     answer = sizes.context if sizes.answer is None else sizes.answer
     part = min(answer, part_rows(sizes.sequences)) * sizes.sequences
-    # The rows while they go through the MLP, their angles during attention.
+    # A copy of the rows during the MLP, their angles during attention.
     copied = part * max(sizes.shape.width * sizes.element, sizes.shape.head_dim * _FLOAT32 + _INT64)
     chosen = copied + part_bytes(replace(sizes, context=answer))
-    # Distances in turn and as they are, the turns, the order, and the sort's own; whether a row counts.
+    # Distances in canvas order and in turns, the turns, the order, the sort's scratch space, and the valid flags.
     of_row = 3 * _FLOAT32 + 4 * _INT64 + 1
     return [
         Buffer("distances and order of rows", Account.ACTIVATIONS, (sizes.sequences, answer, of_row)),

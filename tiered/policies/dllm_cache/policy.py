@@ -1,7 +1,7 @@
-"""The policy of dLLM-Cache (arXiv 2506.06295): the prompt is renewed at long intervals, the answer at short ones, and
-between them the rows of the answer that have moved most, layer by layer.
+"""The policy of dLLM-Cache (arXiv 2506.06295), which recomputes the prompt at long intervals and the answer at short
+ones. Between them it recomputes the rows of the answer that have moved most, layer by layer.
 
-Semantics follow the paper. docs/authors-code.md lists what the authors' code (commit 17235bff) does otherwise.
+Semantics follow the paper. docs/authors-code.md lists differences of the authors' code (commit 17235bff).
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,16 @@ from tiered.policies.dllm_cache.program import BranchStep, BranchWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DLLMCache(Policy):
-    """Intervals count the forwards of each sequence over all blocks. A sequence's first forward renews everything.
+    """dLLM-Cache. Intervals count the forwards of each sequence over all blocks. A sequence's first forward recomputes
+    every row.
 
     Attributes:
-        prompt_interval: Kp, forwards from one renewal of the prompt's rows to the next; None for the first alone.
-        response_interval: Kr, the same of the answer's rows, masks of later blocks included.
-        update_ratio: ρ, share of the answer's rows that any other forward recomputes in each layer: those whose values
-            are least similar to the cached ones.
-        guidance_interval: with classifier-free guidance, forwards from one with an unconditional half to the next; the
-            half has a cache of its own, and its intervals count the forwards with it. A block's first has it always.
+        prompt_interval: Kp, forwards from one recomputation of the prompt's rows to the next; None for the first alone.
+        response_interval: Kr, the same for the answer's rows, masks of later blocks included.
+        update_ratio: ρ, share of the answer's rows that other forwards recompute in each layer, those whose values are
+            least similar to the cached ones.
+        guidance_interval: forwards from one with the unconditional half of classifier-free guidance to the next. A
+            block's first forward always has that half. It has its own cache, whose intervals count only its forwards.
     """
 
     name: ClassVar[str] = "dllm_cache"
@@ -94,8 +95,8 @@ class Clocks(PolicyState):
         self._guided = [self._guided[number] for number in sequences]
 
     def untouched(self, step: Step) -> int:
-        """The first column that a step recomputes if no prompt is due. A row of the prompt that predicts the answer's
-        first token has no branches: it is always recomputed."""
+        """The first column that a step recomputes if no prompt is due. The prompt's row that predicts the answer's
+        first token has no cached branches, so it is always recomputed."""
         return min(step.canvas.prompt_length, step.first_row)
 
     def program(self, work: BranchWork, step: Step) -> BranchStep:

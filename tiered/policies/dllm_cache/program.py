@@ -1,7 +1,7 @@
-"""A step over an answer whose branches are cached: in each layer, all of its rows or those that have moved most.
+"""A step over an answer with cached branches, which recomputes all of its rows in a layer, or those that moved most.
 
-Attention and MLP add one vector each to a row; if both are cached, a row that is not recomputed still passes its layer.
-That is how dLLM-Cache (arXiv 2506.06295) renews other rows in every layer: those whose values are least similar to the
+Attention and MLP each add one vector to a row. If both are cached, a row passes a layer without being recomputed. So
+dLLM-Cache (arXiv 2506.06295) can recompute other rows in every layer, those whose values are least similar to the
 cached ones (section 3.3).
 """
 
@@ -23,22 +23,22 @@ from tiered.kernels.coded_rows import Heads
 from tiered.kernels.host_values import on_device
 from tiered.kernels.rms_norm_ref import Hidden
 
-# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
-# among rows that stand still, or a sequence would be answered otherwise in a batch than alone.
+# Below this distance between directions (cosine 1 − 5e-7) a movement may be rounding. Rounding must not choose among
+# still rows, or a sequence's answer in a batch would differ from that alone.
 STILL = 2**-10
-_TINY = 1e-30  # the length of a row of zeros
+_TINY = 1e-30  # length of a row of zeros
 
 
 @dataclass(frozen=True, slots=True)
 class BranchWork:
-    """What a step recomputes, by sequence of the forward; with guidance, the unconditional ones follow.
+    """The work of a step, by sequence of the forward; with guidance, the unconditional ones follow.
 
     Attributes:
-        first: first column that is recomputed: 0 with the prompt; without it the answer's first, or that of the row
-            that predicts it; the canvas's length if the sequence takes no part.
-        rows: rows of the answer that every layer recomputes; 0 if the sequence takes no part.
-        clocks: forwards that the sequence has taken part in.
-        due: whether its prompt is due, and its answer; neither is if it takes no part.
+        first: first column to recompute: 0 with the prompt, else the answer's first or that of the row that predicts
+            it; the canvas's length for a sequence that waits.
+        rows: rows of the answer that every layer recomputes; 0 for a sequence that waits.
+        clocks: forwards of the sequence so far.
+        due: whether the prompt is due, and whether the answer is; both False for a sequence that waits.
     """
 
     first: Sequence[int]
@@ -48,22 +48,23 @@ class BranchWork:
 
 
 class BranchStep:
-    """Layer program over a span of rows: the answer, and the prompt in front of it if some sequence's is due.
+    """Layer program over a span of rows: the answer, preceded by the prompt if any sequence's prompt is due.
 
-    If every sequence renews its whole answer, a layer is a plain one that also keeps the answer's branches. Else it
-    recomputes a sequence's farthest rows, and adds cached branches to all others. Filler that is computed and never
-    written makes the rows of sequences even.
+    If every sequence recomputes its whole answer, a layer is a plain one that also keeps the answer's branches.
+    Otherwise it recomputes a sequence's farthest rows, and adds cached branches to the others. Filler rows, computed
+    but never written, make all sequences equally long.
     """
 
     def __init__(self, work: BranchWork, answer: tuple[int, int], block: tuple[int, int]) -> None:
-        """`answer`: its columns, first and behind the last. `block`: those of the rows whose logits the step needs."""
+        """`answer`, `block`: first column, and the column after the last, of the answer and of the rows whose logits
+        the step needs."""
         self._work = work
         self._start, self._stop = answer
         self._head = self._start - min(work.first)  # rows in front of the answer
         self._block = (max(0, block[0] - self._start), block[1] - self._start)
 
     def expected_rows(self, span: int, layers: int) -> float:
-        """Rows of the first sequence that a layer recomputes, of the `span` that the step goes over, on average."""
+        """Mean rows of the first sequence that a layer recomputes, of the `span` rows of the step."""
         return span - (self._stop - self._start - self._work.rows[0])
 
     def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
@@ -75,7 +76,7 @@ class BranchStep:
         return self._chosen(forward, layer, pass_, counts)
 
     def counts(self, layer: int) -> Sequence[int]:
-        """How many rows of the answer each sequence recomputes in `layer`."""
+        """Number of the answer's rows that each sequence recomputes in `layer`."""
         return self._rows
 
     def _begin(self, pass_: Pass) -> None:
@@ -86,14 +87,14 @@ class BranchStep:
         self._rows = list(work.rows[:batch])
         everywhere = all(column == min(work.first) for column in work.first[:batch])
         self._span = replace(pass_.rows, valid=None if everywhere else columns >= first)
-        # A row that stands still may attend to rows that have moved, as a mask does in the first layer: still rows take
-        # turns. One of the chosen rows is usually the token that was committed last.
+        # A still row may attend to moved rows, as a mask does in the first layer, so still rows take turns. One of the
+        # chosen rows is usually the token that was committed last.
         length = self._block[1] - self._block[0]
         starts = [clock * max(1, rows - 1) % length for clock, rows in zip(work.clocks, self._rows, strict=False)]
         self._turns = turns_of(on_device(starts, columns.device), self._stop - self._start, self._block)
 
     def _first_needed(self, forward: Forward, layer: int, pass_: Pass) -> int:
-        """Of the rows in front of the answer, those from here on are needed behind the layer."""
+        """First of the rows before the answer that are needed after the layer."""
         return min(self._head, pass_.output.start) if layer == forward.model.shape.layers - 1 else 0
 
     def _whole(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
@@ -111,7 +112,8 @@ class BranchStep:
             forward.store.write(feature, layer, rows, branch[:, None, skipped:])
 
     def _chosen(self, forward: Forward, layer: int, pass_: Pass, counts: Sequence[int]) -> Pass:
-        """The prompt, if it is there, and the answer's farthest rows: all keys and values before any row attends."""
+        """Recompute the prompt, if present, and the answer's farthest rows. All keys and values are written before any
+        row attends."""
         model, store, head = forward.model, forward.store, self._head
         prompt, answer = pass_.hidden[:, :head], pass_.hidden[:, head:]
         forward.write(layer, self._span[:head], prompt)
@@ -153,7 +155,7 @@ class BranchStep:
         return farthest_first(torch.cat(moved, dim=1), self._turns)
 
     def moved(self, forward: Forward, layer: int, rows: Rows, hidden: Hidden) -> Float32[Tensor, "batch rows"]:
-        """Distance of the values of each row, whose input of the layer is `hidden`, from the cached ones."""
+        """Distance of each row's values from the cached ones; `hidden`: the layer's input."""
         values = forward.model.values(layer, forward.model.attention_norm(layer, hidden))
         return distances(values, forward.store.rows(Feature.VALUE, layer, rows))
 
@@ -163,21 +165,21 @@ class BranchStep:
 
 
 def distances(new: Heads, cached: Heads) -> Float32[Tensor, "batch rows"]:
-    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding. It
-    is √(2 − 2·cos), in the order of falling cosine, and exact where the cosine itself rounds to 1."""
+    """Distance of each row's direction, over all heads, from the cached one; 0 if it may be rounding. It is √(2 −
+    2·cos), which orders rows as the cosine does, and stays exact when the cosine rounds to 1."""
     difference = (new / _length(new)).sub_(cached / _length(cached))
     apart = torch.linalg.vector_norm(difference, dim=(1, 3), dtype=torch.float32)
     return apart.masked_fill_(apart <= STILL, 0.0)
 
 
 def farthest_first(apart: Float32[Tensor, "batch rows"], turns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
-    """The rows by falling distance; those of equal distance in the order of `turns`, which has every row once."""
+    """The rows by falling distance; rows of equal distance are in the order of `turns`, which has every row once."""
     return turns.gather(1, apart.gather(1, turns).argsort(dim=1, descending=True, stable=True))
 
 
 def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -> Int[Tensor, "batch rows"]:
-    """The rows of `block`, the one that is being denoised (first, and behind the last), from number `starts[b]` of it
-    on and round; then those behind it, then those in front of it."""
+    """The rows of the current `block`, rotated to begin with its row number `starts[b]`; then the rows behind it, then
+    those before it. `block`: its first row, and the row after its last."""
     first, count = block[0], block[1] - block[0]
     numbers = torch.arange(rows, device=starts.device)
     return (first + torch.where(numbers < count, (numbers + starts[:, None]) % count, numbers)) % rows

@@ -1,1 +1,1 @@
-"""Elastic-Cache: tracked tokens, the drift of their attention, and steps that widen on their way."""
+"""Elastic-Cache: tracked tokens, the change of their attention, and steps that widen from a layer on."""

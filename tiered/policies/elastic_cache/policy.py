@@ -1,7 +1,8 @@
-"""Elastic-Cache (arXiv 2510.14973): a window of masked positions slides over the answer, and a step recomputes all rows
-from the layer on where the attention of the most attended tokens has moved.
+"""Elastic-Cache (arXiv 2510.14973). A window of masked positions slides over the answer. A step recomputes all rows
+from the layer on in which the attention of the most attended tokens has moved.
 
-Semantics follow the paper, which has no blocks: `block_length = max_new_tokens` is its setting; other lengths work too.
+Semantics follow the paper, which has no blocks: its setting is `block_length = max_new_tokens`, and other lengths work
+too.
 """
 
 from collections.abc import Mapping
@@ -24,16 +25,16 @@ class ElasticCache(Policy):
     """Layer-wise updates on demand.
 
     The call begins with a refresh that stores every layer's input. A step recomputes the window, the tokens that the
-    last step committed, and the tracked tokens: in each layer the tokens that the window attended to most in the last
-    step. If their attention weights have changed, all rows are recomputed from the next layer up.
+    last step committed, and the tracked tokens. In each layer, these are the tokens that the window attended to most in
+    the last step. If their attention weights have changed, all rows are recomputed from the next layer up.
 
     Attributes:
-        window: masked positions that a step recomputes, and may commit: the first ones.
+        window: number of first masked positions, which a step recomputes and may commit.
         similarity_threshold: γ, cosine similarity below which attention has moved; −1 for never, above 1 for always.
-        tracked: tracked tokens of each layer.
-        hidden_tier: where the layers' inputs are kept: "host", or "device".
-        refresh_interval: forwards of a sequence from one refresh to the next; None for the call's first alone. With 1,
-            and a window as long as a block, nothing is ever stale, and the answers equal those of `none`.
+        tracked: number of tracked tokens of each layer.
+        hidden_tier: tier of the layers' inputs, "host" or "device".
+        refresh_interval: forwards of a sequence from one refresh to the next; None for the call's first alone. With 1
+            and a window as long as a block, no feature is stale, and answers equal those of `none`.
     """
 
     name: ClassVar[str] = "elastic_cache"

@@ -1,8 +1,9 @@
-"""A step of Elastic-Cache (arXiv 2510.14973): its rows, and all rows from the layer on where attention has moved.
+"""A step of Elastic-Cache (arXiv 2510.14973) over its own rows, and over all rows from the layer in which attention
+moved.
 
-Every layer but the last compares the attention of its tracked tokens with that of the last step. If it has moved in a
-sequence, the step widens: from the next layer up that sequence recomputes every row. Rows that the step did not have
-begin with the hidden states that the last step over them stored.
+Every layer except the last compares the attention of its tracked tokens with that of the last step. If it has moved in
+a sequence, the step widens: that sequence recomputes every row from the next layer up. Rows new to the step begin with
+stored hidden states.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
 
 
 class ElasticStep:
-    """Layer program. With classifier-free guidance the halves that see their prompts decide for both."""
+    """Layer program of a step. With classifier-free guidance, the conditional half decides for both."""
 
     def __init__(self, tracked: Tracked, step: WindowRows, threshold: float, *, apart: bool) -> None:
         """`threshold`: similarity below which a sequence widens. `apart`: see `Storing`."""
@@ -67,16 +68,15 @@ class ElasticStep:
     def _watch(
         self, asked: "LayerQueries", past: Float[Tensor, "batch heads tracked length"] | None
     ) -> tuple[Bool[Tensor, " batch"] | None, int]:
-        """Compare the attention of the layer's tracked tokens, mark sequences whose attention has moved as full, and
-        track the tokens that the window attends to most. Reads from the device once, unless `past` is None.
+        """Compare the attention of the layer's tracked tokens, and mark sequences whose attention has moved as full.
+        Then track the tokens that the window attends to most. Reads from the device once, unless `past` is None.
 
         Args:
             asked: queries in the layer, after its keys were written.
             past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
 
         Returns:
-            Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at
-            most.
+            Sequences that widen from the next layer on, None for no sequence; and the most rows that join one of them.
         """
         forward, layer = asked.forward, asked.layer
         tracked, step, widening = self._tracked, self._step, self._widening
@@ -85,9 +85,9 @@ class ElasticStep:
         if past is not None:
             known = columns != NONE
             alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
-            # A mean over no token is NaN, which is below no threshold.
+            # Without tracked tokens the mean is NaN, which is not below the threshold.
             moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < self._threshold)
-        # The window is masked, so nothing is hidden from it.
+        # A noise mask hides no column from the window, which is masked.
         mass = attention_received(
             asked.at(step.window),
             step.in_window,
@@ -116,15 +116,15 @@ class ElasticStep:
 class Storing:
     """Stores a layer's output as the next layer's input, in pieces that each touch few columns.
 
-    A store that streams its layers needs every chunk between the first and the last column of a write. A step's rows
-    are a window and a few tracked tokens far from it: one write of them would bring in nearly the whole layer.
+    A streamed store fetches every chunk between the first and the last column of a write. A step's rows are a window
+    and a few tracked tokens far from it, so a single write would fetch nearly the whole layer.
 
-    `pieces`: parts of the step's rows with the columns that they are within; empty if the store has to find out.
+    `pieces`: parts of the step's rows, each with its range of columns; an empty range if the store must find it.
     """
 
     def __init__(self, step: WindowRows, rows: Rows, length: int, *, apart: bool) -> None:
-        """`rows`: rows as the step begins. `apart`: write every tracked token by itself, which reads from the device
-        once."""
+        """`rows`: rows at the step's beginning. `apart`: write every tracked token by itself, which needs one device
+        read."""
         self._step, self._length = step, length
         self.pieces = [(slice(0, step.count), range(0))]
         if apart and not step.all_due:
@@ -132,10 +132,10 @@ class Storing:
 
     @spanned(Op.WRITE)
     def write(self, forward: Forward, layer: int, pass_: Pass, widening: Widening, *, complete: bool) -> None:
-        """Store `pass_` as the input of `layer`. `complete`: it has every row of every sequence."""
+        """Store `pass_` as the input of `layer`. `complete`: whether it has every row of every sequence."""
         hidden, step = pass_.hidden, self._step
         if complete:
-            # Spans: no stored row is needed any more.
+            # Written as spans, because no stored row is needed any more.
             place = torch.cat([widening.place] * (len(hidden) // len(step.due)))
             for part in forward.parts(self._length, len(hidden)):
                 chosen = place[:, part, None].expand(-1, -1, hidden.shape[2])
@@ -163,12 +163,12 @@ def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, range]]:
 @dataclass(frozen=True, slots=True)
 class LayerQueries:
     """Queries of single tokens in a layer, from the step's rows or from stored hidden states. With classifier-free
-    guidance they are of the first half of the sequences, which see their prompts.
+    guidance, they are of the conditional half.
 
     Attributes:
-        pass_: the layer's input.
+        pass_: input of the layer.
         place: number of each column's row; −1 for no row.
-        of_rows: queries of all rows, if they go in one part; None if they are projected one by one.
+        of_rows: queries of all rows; None if there are several parts, to project single rows on demand.
     """
 
     forward: Forward
@@ -178,7 +178,7 @@ class LayerQueries:
     of_rows: Float[Tensor, "sequences heads rows head_dim"] | None
 
     def at(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
-        """Queries of columns among the rows; without meaning at other columns."""
+        """Queries of columns that have a row; undefined for other columns."""
         batch = len(self.place)
         place = self.place.gather(1, columns.clamp_min(0)).clamp_min(0)
         if self.of_rows is None:
@@ -188,7 +188,7 @@ class LayerQueries:
         return self.of_rows[:batch].gather(2, place[:, None, :, None].expand(-1, heads, -1, head_dim))
 
     def stored(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
-        """Queries of any columns, as in the last step over them."""
+        """Queries of any columns, from the last step that computed them."""
         rows, batch = Rows.at(columns.clamp_min(0)), len(columns)
         if self.layer == 0:
             return self._projected(columns, self.forward.model.embed(rows.columns(self.pass_.ids[:batch])))
@@ -207,7 +207,7 @@ def weights_of(
     columns: Int[Tensor, "batch n"],
     keys: Float[Tensor, "sequences kv_heads length head_dim"],
 ) -> Float[Tensor, "batch heads n length"]:
-    """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; without meaning at
+    """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; undefined for
     `NONE`."""
     return attention_weights(
         queries,
@@ -230,7 +230,7 @@ def attention_received(
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
 ) -> Float32[Tensor, "batch length"]:
-    """The weight that each column gets, summed over all heads and over the rows that count, `chunk` at a time."""
+    """Attention weight of each column, summed over all heads and over the rows in `counts`, by parts of `chunk`."""
     (batch, heads, window, _), kv_heads = queries.shape, keys.shape[1]
     at_once = {"sequences": chunk.sequences, "heads_at_once": chunk.key_heads * (heads // kv_heads)}
     received = queries.new_zeros(batch, keys.shape[2], dtype=torch.float32)
@@ -244,13 +244,13 @@ def attention_received(
             exact=False,
         )
         received[some] += weights.mul_(counts[some, None, rows, None]).sum(dim=(1, 2))
-        del weights  # else the next chunk's would stand beside them
+        del weights  # freed before the next chunk's are made
     return received
 
 
 def similarity(
     past: Float32[Tensor, "batch heads rows length"], now: Float32[Tensor, "batch heads rows length"]
 ) -> Float32[Tensor, "batch rows"]:
-    """Cosine of two sets of attention weights over the keys, mean over the heads."""
+    """Cosine similarity of two sets of attention weights over the keys, mean over heads."""
     norms = torch.linalg.vector_norm(past, dim=-1).mul_(torch.linalg.vector_norm(now, dim=-1))
     return ((past * now).sum(dim=-1) / norms).mean(dim=1)

@@ -1,10 +1,10 @@
-"""The rows of a step of Elastic-Cache, and the rows that join them when a sequence begins to recompute all of its rows.
+"""The rows of a step of Elastic-Cache, and the rows that join when a sequence begins to recompute all of its rows.
 
     rows of a step   | predicting | window, just committed | tracked tokens | all others of the sequences that are due |
     numbered up to   0         output                     near            count                             rows.count
 
-The window is the first masked columns of each sequence; the first rows predict its candidates. The other rows are in
-the step of a sequence that is due, or join it on its way (`Widening`).
+The window is the first masked columns of each sequence; the first rows predict its candidates. The last group is in the
+step of a sequence that is due, or joins later (`Widening`).
 """
 
 from dataclasses import dataclass, replace
@@ -24,14 +24,13 @@ from tiered.kernels.host_values import on_device
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step
 
-NONE = -1  # column of a tracked token that is not there
+NONE = -1  # column for no tracked token
 
 
 class Tracked:
-    """The most attended tokens of each layer and sequence: their columns, and their queries of the last step. The last
-    layer tracks none, because no layer is behind it.
+    """Columns and last queries of the most attended tokens of each layer and sequence. The last layer tracks none.
 
-    The previous step's attention is recomputed from the queries and the keys that the cache still holds. A query takes
+    The previous step's attention is recomputed from the queries and the keys that are still in the cache. A query takes
     `head_dim` numbers a head, an attention row one for each column.
     """
 
@@ -41,7 +40,7 @@ class Tracked:
         self._queries: Float[Tensor, "layers batch heads tracked head_dim"] | None = None
 
     def begin(self, shape: ModelShape, batch: int, length: int, like: Tensor) -> None:
-        """Allocate before the first step; `like` has dtype and device of the queries."""
+        """Allocate before the first step; `like`: a tensor with the dtype and device of queries."""
         if self._columns is None:
             layers, count = shape.layers - 1, min(self._count, length)
             self._columns = torch.full((layers, batch, count), NONE, device=like.device)
@@ -89,16 +88,16 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """The rows that a step begins with.
+    """The rows at a step's beginning.
 
     Attributes:
-        rows, output, near, count: as drawn above, with filler behind the rows of each kind.
-        others: rows behind the step's, of every sequence; None if no sequence is due.
-        window: the first masked columns of each sequence, whose attention is summed up.
+        rows, output, near, count: as in the table above, with filler behind the rows of each kind.
+        others: rows behind the first `count`, of every sequence; None if no sequence is due.
+        window: first masked columns of each sequence, whose attention is summed.
         in_window: False at filler of `window`.
-        committed: columns that hold a token.
-        active, due: sequences that take part, and those of them that recompute every row.
-        all_active, all_due: whether all sequences take part, and whether all of these recompute every row.
+        committed: True for columns with a fixed token.
+        active, due: True for sequences in the step, and for those that recompute every row.
+        all_active, all_due: whether all sequences are active, and whether all active ones are due.
     """
 
     rows: Rows
@@ -116,8 +115,8 @@ class WindowRows:
 
 
 def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) -> WindowRows:
-    """Rows of a step with the first `window` masked columns of each sequence, which may lie beyond the block. `due`:
-    sequences that recompute every row. A sequence that waits has no rows."""
+    """Rows of a step with the first `window` masked columns of each sequence, which may be beyond the block. `due`:
+    True for sequences that recompute every row. Waiting sequences have no rows."""
     canvas = step.canvas
     device = canvas.tokens.device
     active, forwards = (on_device(values, device) for values in (step.active, step.forwards))
@@ -125,7 +124,7 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
     first = masked & (masked.cumsum(dim=1) <= window) & active[:, None]
     candidates = first.clone()
     candidates[:, step.stop :] = False
-    # Row r predicts column r + shift; a prompt is in front, so nothing goes around the edge.
+    # Row r predicts column r + shift. The roll does not wrap around, because a prompt comes first.
     predicting = candidates.roll(step.first_row - step.start, dims=1)
     recent = (canvas.committed_at == forwards[:, None] - 1) & (canvas.committed_at > PROMPT)
     here = active[:, None].expand_as(masked)
@@ -158,11 +157,11 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
 
 
 class Widening:
-    """The rows of a step under way: its own in front, and all others behind them once any sequence needs them.
+    """The rows of a running step: its own first, followed by all others as soon as any sequence needs them.
 
     Attributes:
-        full: sequences that recompute every row.
-        settled: whether all sequences that take part do.
+        full: True for sequences that recompute every row.
+        settled: whether all active sequences are full.
         place: number of each column's row among the valid rows; −1 for no row.
     """
 
@@ -174,15 +173,15 @@ class Widening:
         self.place = self._places(pass_.rows)
 
     def others(self) -> Int[Tensor, ""]:
-        """Rows of a sequence beside those of the step, at most; 0 once they are there."""
+        """Most rows of a sequence that are missing in the step; 0 after they were added."""
         if self._others is not None:
             return self.place.new_zeros(())
         return ((self.place < 0) & self._step.active[:, None]).sum(dim=1).amax()
 
     @spanned(Op.GATHER)
     def widened(self, forward: Forward, layer: int, pass_: Pass, moved: Bool[Tensor, " batch"], others: int) -> Pass:
-        """`pass_` with all rows of the sequences in `full`. The rows of `moved` begin with the stored hidden states of
-        `layer`. `others`: what `others()` returns."""
+        """`pass_` with all rows of the sequences in `full`. Rows of `moved` begin with the stored hidden states of
+        `layer`. `others`: result of `others()`."""
         count, hidden = self._step.count, pass_.hidden
         if self._others is None:
             self._others = self._beside(others)
@@ -211,7 +210,7 @@ class Widening:
     def _places(self, rows: Rows) -> Int[Tensor, "batch length"]:
         index, valid = rows.index[: len(self.full)], rows.flags[: len(self.full)]
         numbers = torch.arange(rows.count, device=index.device).expand_as(index)
-        # One column more, for the rows that do not count.
+        # One more column receives the invalid rows.
         place = index.new_full((len(index), self._length + 1), -1)
         return place.scatter_(1, index.where(valid, self._length), numbers)[:, : self._length]
 

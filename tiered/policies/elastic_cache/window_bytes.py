@@ -1,7 +1,7 @@
-"""Books: the bytes of Elastic-Cache beside its features and a plain step, and the part of its window's attention that
-is summed up at a time.
+"""Books: the bytes of Elastic-Cache beside its features and a plain step.
 
-That part fits the room of a full refresh. So the sums add temporaries only if a single row of one key head exceeds it.
+The window's attention is summed in parts that fit the room of a full refresh. The sums add temporaries only if a single
+row of one key head exceeds it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
 _INDEX = 8
-# For each column: its place among the rows, the row's column twice, the columns beside the step's own, and four masks.
+# Bytes of a column: its place among the rows, the row's column twice, the column in the other rows, and four masks.
 _BY_COLUMN = 4 * _INDEX + 4
 # Attention weights of the tracked tokens in a layer: past, now, and their product.
 _COMPARED = 3
@@ -21,7 +21,7 @@ _COMPARED = 3
 
 @dataclass(frozen=True, slots=True)
 class WindowChunk:
-    """The part that is summed up at a time: key heads of sequences, and rows of the query heads that share them."""
+    """A part of the sums: numbers of sequences, of key heads, and of rows of the query heads that share a key head."""
 
     sequences: int
     key_heads: int
@@ -29,7 +29,7 @@ class WindowChunk:
 
 
 def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> WindowChunk:
-    """The largest part that fits beside a step over canvases of these `sizes`. The block's length does not matter."""
+    """The largest part that fits beside a step over canvases of these `sizes`, at any block length."""
     shape = sizes.shape
     free = part_bytes(sizes) - _observed(sizes, window=window, tracked=tracked)
     row = shape.heads // shape.kv_heads * _weights(sizes)  # of one key head
@@ -41,7 +41,7 @@ def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> WindowChunk:
 
 
 def elastic_buffers(sizes: CallShape, *, window: int, tracked: int) -> list[Buffer]:
-    """What state and steps hold at most."""
+    """Buffers of the policy's state and steps."""
     shape, sequences, context, activations = sizes.shape, sizes.sequences, sizes.context, Account.ACTIVATIONS
     window, tracked = min(window, context), min(tracked, context)
     kept = (shape.layers - 1, sequences, tracked)
@@ -57,26 +57,26 @@ def elastic_buffers(sizes: CallShape, *, window: int, tracked: int) -> list[Buff
         Buffer("places and masks of columns", activations, (sequences, context + of_step, _BY_COLUMN)),
         Buffer("attention of the window", activations, (observed,), phase="attention of the window"),
     ]
-    if sequences > 1:  # they may widen from different numbers of rows, so the step's rows stand in front of all others
+    if sequences > 1:  # the step's rows come before all others, because sequences widen from different numbers of rows
         in_front = (sequences, of_step, shape.width)
         buffers.append(Buffer("rows of the step", activations, in_front, sizes.dtype))
     return buffers
 
 
 def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:
-    """Bytes that are held while the window's attention is summed up: normed rows and queries of a part, of the window
-    and of the tracked tokens, and the tracked tokens' weights."""
+    """Bytes held while the window's attention is summed: normed rows and queries of a part, of the window and of the
+    tracked tokens, and the tracked tokens' weights."""
     shape, sequences, context = sizes.shape, sizes.sequences, sizes.context
     rows = (min(context, part_rows(sequences)) + window + 2 * tracked) * sequences
     weights = _COMPARED * sequences * tracked * shape.heads * _weights(sizes)
-    if shape.sight == "noise":  # which columns each of them sees
+    if shape.sight == "noise":  # the columns that each tracked token sees
         weights += sequences * tracked * context + context * _INDEX
     passing = rows * (shape.width + shape.heads * shape.head_dim) * sizes.element
     return passing + weights + 2 * sequences * context * _FLOAT32
 
 
 def _weights(sizes: CallShape) -> int:
-    """Bytes of the attention weights of one row and head, in float32 and in the model's dtype; with sinks, of its query
-    too."""
+    """Bytes of one row's attention weights in one head, in float32 and in the model's dtype; with sinks, also of its
+    query."""
     query = sizes.shape.head_dim * _FLOAT32 if sizes.shape.sink_tokens else 0
     return query + sizes.context * (_FLOAT32 + (0 if sizes.dtype == "float32" else sizes.element))

@@ -1,1 +1,2 @@
-"""The cache of hidden states: clusters of rows, kept as records, and recomputed when their attention drifts."""
+"""The cache of hidden states in clusters of rows, which are kept as records and recomputed when their attention
+drifts."""

@@ -1,4 +1,4 @@
-"""The hidden states that a call keeps: the rows that enter a group of layers, stored by a refresh."""
+"""The hidden states of a call: rows that enter a group of layers, stored by a refresh."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stored_rows import StoredRows
 
-KMEANS_ITERATIONS = 5  # as in the authors' code; more move few rows
+KMEANS_ITERATIONS = 5  # as in the authors' code; further iterations move few rows
 KMEANS_SEED = 0
 
 
@@ -36,21 +36,22 @@ class HiddenCache:
     """Clusters, stored rows and drift of the layers that lead a group (`leads`).
 
     An update chooses clusters in the leader, and their rows go up through the whole group. The other layers would
-    choose the same clusters, because rows with new inputs come first, so they store nothing. The first layer's rows are
-    embeddings, and of the last layer only the current block is read. So only the leaders between them store rows.
+    choose the same clusters, because rows with new inputs come first, so they store no rows. The first layer's rows are
+    embeddings, and in the last layer only the current block is read. So only the leaders between them store rows.
 
     Attributes:
         clusters, top_m, backend: options of `Polestar`; `backend` is `kmeans`.
-        group: layers of a group.
-        beside: whether clusters that the layer below has renewed come beside the M (`Polestar.from_below`).
+        group: number of layers of a group.
+        beside: whether clusters updated in the layer below come in addition to the M (`Polestar.from_below`).
         of_output: whether drift is that of the attention's output (`Polestar.drift`).
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
-        states: by leader; empty before the first refresh, and if there is nothing outside the block.
+        states: states of layers by leader; empty before the first refresh, and if there are no rows outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
-        fetching: fetches stored rows for updates, from the first refresh on.
+        fetching: fetches of stored rows for updates; set by the first refresh.
         copies: canvases of each sequence; 2 with guidance.
-        log: what updates did.
-        updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
+        log: records of updates.
+        updated_in, fetched: number of the last forward with an update, and True for columns of stored rows that it
+            used.
     """
 
     clusters: int | Literal["auto", "rows"]
@@ -69,14 +70,14 @@ class HiddenCache:
     fetched: Bool[np.ndarray, "sequences length"] = field(init=False)
 
     def begin(self, stored: StoredRows | None, copies: int) -> None:
-        """Forget everything: a refresh begins."""
+        """Drop all states at the beginning of a refresh."""
         self.states.clear()
         self.ranking.clear()
         assert stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
         self.fetching, self.copies = Fetching(stored), copies
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences of the canvas alone (ascending)."""
+        """Keep only these sequences of the canvas (ascending)."""
         for state in self.states.values():
             batch = len(state.members) // self.copies
             kept = [copy * batch + number for copy in range(self.copies) for number in sequences]
@@ -85,24 +86,27 @@ class HiddenCache:
                 self.ranking[state.layer] = [self.ranking[state.layer][number] for number in kept]
 
     def leads(self, layer: int) -> bool:
-        """Whether `layer` begins a group. The first layer is a group of its own: embeddings say nothing of context."""
+        """True if `layer` begins a group. The first layer is a group by itself, because embeddings have no context."""
         return layer == 0 or (layer - 1) % self.group == 0
 
     def layers_of(self, leader: int, layers: int) -> int:
-        """Layers in the group of `leader`, in a model of `layers`. The model's last layer is in no group."""
+        """Number of layers in the group of `leader`, in a model of `layers`. The model's last layer is in no group."""
         return min(self.group, layers - 1 - leader) if leader else 1
 
     def most_drifted(
         self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
     ) -> list[int]:
-        """`top_m` clusters of a sequence, the most drifted first. If the moves of centroids do not count as drift,
-        clusters that the layer below has renewed by half or more come before the others, among the `top_m` or beside
-        them: their inputs have moved."""
+        """`top_m` clusters of a sequence, the most drifted first.
+
+        Clusters with half or more of their rows recomputed in the layer below come first, because their inputs have
+        changed. They are among the `top_m` or in addition (`beside`). This does not apply if the moves of centroids
+        count as drift.
+        """
         below = [] if self.measures_moves else members.mostly(recomputed)
-        below = [cluster for cluster in below if cluster < len(drift)]  # one may be younger than the drift
+        below = [cluster for cluster in below if cluster < len(drift)]  # a cluster may be newer than the drift
         last = np.ones(len(drift), dtype=bool)
         last[below] = False
-        ranked = np.lexsort((-np.asarray(drift), last))  # equals in order
+        ranked = np.lexsort((-np.asarray(drift), last))  # equal ones stay in order
         most = auto_top_m(len(drift) if self.clusters == "rows" else 0) if self.top_m == "auto" else self.top_m
         return ranked[: most + len(below) * self.beside].tolist()
 
@@ -110,13 +114,13 @@ class HiddenCache:
     def cluster(
         self, hidden: Float[Tensor, "batch length width"], areas: tuple[Span, Span], pads: Sequence[int]
     ) -> list[ClusterIndex]:
-        """Clusters of the rows that enter a group. `pads`: columns of padding in front of each sequence."""
+        """Clusters of the rows that enter a group. `pads`: padding columns before each sequence."""
         (first, end), (suffix, last) = areas
         wanted, valid = self.clusters, None
         if any(pads):
             columns = torch.arange(hidden.shape[1], device=hidden.device)
             valid = columns >= on_device(pads, hidden.device)[:, None]
-        # A sequence that is too short for all clusters gets one for each of its rows.
+        # A sequence with fewer rows than clusters gets a cluster for each row.
         groups: dict[int | Literal["auto"], list[int]] = defaultdict(list)
         for number, pad in enumerate(pads):
             prefix, behind = max(0, end - max(first, pad)), last - suffix
@@ -141,8 +145,8 @@ class HiddenCache:
         return [found[number] for number in range(len(pads))]
 
     def column_states(self, forward: int, length: int) -> Int8[np.ndarray, "batch length"]:
-        """The `ColumnState` of columns after `forward`, of the canvases that see their prompts: `STORED` and `FETCHED`.
-        The host reads nothing from the device."""
+        """`ColumnState` flags `STORED` and `FETCHED` of columns after `forward`, for the conditional canvases. Reads
+        nothing from the device."""
         sequences = next((len(state.members) for state in self.states.values()), 0)
         places = np.zeros((sequences, length), dtype=np.int8)
         for state in self.states.values():
@@ -155,11 +159,11 @@ class HiddenCache:
 
 
 class Refresh:
-    """Layer program of a refresh: stores the rows that enter every group of layers as clusters, and begins their drift.
-    Rows are encoded before the layer runs, and copied while it and the next layers do."""
+    """Layer program of a refresh, which stores the rows that enter every group of layers as clusters, and starts their
+    drift. Rows are encoded before the layer runs, and copied while it and the next layers run."""
 
     def __init__(self, cache: HiddenCache, step: Step, window: tuple[int, int] | None) -> None:
-        """`window`: blocks before the current one and behind it that make clusters; None for all."""
+        """`window`: numbers of blocks before and behind the current one that are clustered; None for all."""
         first, stop, length = step.first_row, step.stop, step.canvas.length
         before, behind = (length, length) if window is None else (blocks * (stop - step.start) for blocks in window)
         self._areas = (max(0, first - before), first), (stop, min(length, stop + behind))
@@ -171,7 +175,7 @@ class Refresh:
             copies = len(pass_.hidden) // len(self._pads)
             cache.begin(forward.stored, copies)
             self._pads = [*self._pads] * copies
-            if forward.model.shape.sight == "noise":  # columns before the block see nothing that will change
+            if forward.model.shape.sight == "noise":  # columns before the block do not go stale
                 (_, end), behind = self._areas
                 self._areas = (end, end), behind
         leads = layer < forward.model.shape.layers - 1 and cache.leads(layer)

@@ -1,16 +1,16 @@
-"""How far the attention of centroids has drifted since the last update.
+"""Drift of the attention of centroids since the last update.
 
-With p, s and v the probabilities, scores and values at the last update, p′, s′ and v′ those of now, and L, L′ the
-log-sum-exps, drift is one of these:
+Let p, s, v be probabilities, scores and values at the last update, p′, s′, v′ those of now, and L, L′ the log-sum-exps.
+Drift is one of these:
 
     weights    KL(p′ ‖ p) = Σ p′ (log p′ − log p) = (L − L′) + Σ p′ (s′ − s), the mean over heads
     output     ‖ Σ p′ v′ − Σ p v ‖, the length over all heads; the sums are over changed columns alone
     where      L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
 
-The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update looks
-at few keys, however many there are. Where exp(L) changes much, the rounding of 1 counts: there L′ is taken over all
-columns. Weights do not see that a value has changed: a row that reads its neighbour goes on doing so when the neighbour
-says something else. Output does.
+The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update reads
+few keys in any context. If exp(L) changes much, the rounding of the 1 matters, and L′ is computed over all columns.
+Drift of weights does not notice changed values, for example of a neighbour that a row attends to; drift of the output
+does.
 """
 
 from dataclasses import dataclass, replace
@@ -31,24 +31,24 @@ from tiered.kernels.coded_rows import CodedRows, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
-# Of a log-sum-exp between updates, either way. A sum that falls to an eighth keeps the rounding of all of it.
+# Most change of a log-sum-exp between updates. A sum that falls to an eighth keeps the rounding error of the whole sum.
 MOST_RISE = log(8)
 
 
-# Keys of some columns, and their values if drift is that of the output.
+# Keys of some columns, and also their values for drift of the output.
 Stored = tuple[Float[Tensor, "batch kv_heads rows head_dim"], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """What the centroids of a layer attend to.
+    """The keys and values that the centroids of a layer attend to.
 
     Attributes:
-        keys: cached keys, rotated, as they are stored.
-        values: cached values, the same; None where drift is that of the weights.
+        keys: cached keys, rotated, in their code.
+        values: cached values, in their code; None for drift of the weights.
         key_mask: False at columns that no query may attend to; None for no such column.
-        soft_cap: c, so that a score s counts as c · tanh(s / c); None for s itself.
-        sink_keys: keys of each head beside those of the columns, not rotated; None for no sinks.
+        soft_cap: c of the capped score c · tanh(s / c); None for no cap.
+        sink_keys: keys of each head beside the columns', not rotated; None for no sinks.
     """
 
     keys: KeyValue
@@ -74,18 +74,18 @@ class Attended:
         return LogSumExp(torch.cat([of.peak for of in found], dim=2), torch.cat([of.mass for of in found], dim=2))
 
     def at(self, rows: Rows) -> Stored:
-        """Keys, and values if there are any, at the columns of `rows`, in their order; a span is a view."""
+        """Keys, and values if present, at the columns of `rows`, in their order; a view for a span."""
         return tuple(_taken(each, rows) for each in (self.keys, self.values) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Every column whose score may differ from that at the last update.
+    """The columns whose scores may differ from those at the last update.
 
     Attributes:
         rows: the columns.
-        last: what was stored there at the last update.
-        block: the rows of which the next reference keeps what is stored.
+        last: keys, and values, stored there at the last update.
+        block: places of the rows whose keys and values the next reference keeps.
     """
 
     rows: Rows
@@ -99,8 +99,8 @@ class DriftReference:
 
     Attributes:
         sums: log-sum-exp of the scores over all columns and sinks.
-        block: what is stored of the columns that change with every step, those of the current block. All others are
-            still as at the last update when an update is about to write them.
+        block: keys, and values, of the current block, whose columns change with every step. Other columns do not change
+            between updates.
     """
 
     sums: LogSumExp
@@ -110,7 +110,7 @@ class DriftReference:
     def of(
         cls, queries: Float[Tensor, "batch heads clusters head_dim"], attended: Attended, block: Rows
     ) -> "DriftReference":
-        """The attention of `queries`, as it is now. `block`: a span, whose keys change at every step."""
+        """The present attention of `queries`. `block`: span of columns whose keys change at every step."""
         return cls(attended.log_sums(queries), tuple(each.clone() for each in attended.at(block)))
 
     def measured(
@@ -125,16 +125,18 @@ class DriftReference:
         """Drift of every cluster, and the reference for the next update.
 
         Args:
-            queries: of the centroids now, rotated at the positions of their medoids.
-            attended: as it is now; with values for the drift of the output, which takes no `last_queries`.
-            updating: False at sequences whose reference stays, and whose drift has no meaning; None for none.
-            last_queries: of the centroids at the last update, if they differ; all columns are `changed` then. None for
-                `queries`.
-            anew: take the log-sum-exps over all columns, as for `last_queries`.
+            queries: present queries of the centroids, rotated at the positions of their medoids.
+            attended: present keys, and values for drift of the output, which allows no `last_queries`.
+            changed: columns whose scores may differ.
+            updating: False at sequences whose reference stays, and whose drift has no meaning; None for no such
+                sequence.
+            last_queries: queries of the centroids at the last update, if they differ; all columns are `changed` then.
+                None for `queries`.
+            anew: compute the log-sum-exps over all columns, as with `last_queries`.
 
         Returns:
-            The drift, float32; 0 for what may be rounding. NaN where the log-sum-exps have to be taken `anew`: the
-            reference is of no use then.
+            The drift, float32, 0 if it may be rounding. If any is NaN, the reference is invalid, and the call must be
+            repeated with `anew`.
         """
         rows, last, cap = changed.rows, self.sums, attended.soft_cap
         (then, *last_values), stored = changed.last, attended.at(rows)
@@ -148,7 +150,7 @@ class DriftReference:
             rows = rows.only(rows.columns(attended.key_mask))
         if rows.valid is not None:
             hidden = ~rows.valid[:, None, None]
-            for scores in both:  # no number that is finite: the least less itself is 0, and its probability is 0
+            for scores in both:  # the least finite number, because its difference and its probability are 0
                 scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
             values, last_values = ([each.masked_fill(hidden.mT, 0) for each in of] for of in (values, last_values))
         peak, fall = last.peak if sums is None else sums.peak, None if values else both[0] - both[1]
@@ -187,25 +189,24 @@ class DriftReference:
         clusters: Int[Tensor, "batch moved"],
         valid: Bool[Tensor, "batch moved"] | None = None,
     ) -> None:
-        """Give `clusters` other `queries` in place: their attention over what this reference is of. `valid`: False at
-        filler."""
+        """Replace the attention of `clusters` by that of `queries`, in place. `valid`: False at filler."""
         sums, moved = attended.log_sums(queries), Rows.at(clusters, valid)
         for ours, theirs in (self.sums.peak, sums.peak), (self.sums.mass, sums.mass):
             moved.put(ours[..., None], theirs[..., None])
 
     def append(self) -> "DriftReference":
-        """One more centroid, a copy of the first one until `recenter`."""
+        """Add a centroid, a copy of the first one until `recenter`."""
         peak, mass = (torch.cat([ours, ours[:, :, :1]], dim=2) for ours in (self.sums.peak, self.sums.mass))
         return DriftReference(LogSumExp(peak, mass), self.block)
 
     def of_sequences(self, sequences: list[int]) -> "DriftReference":
-        """The reference of these sequences alone."""
+        """The reference of only these sequences."""
         block = tuple(each[sequences] for each in self.block)
         return DriftReference(LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences]), block)
 
 
 def _taken(stored: KeyValue, rows: Rows) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-    """The rows of what is stored, as values."""
+    """`rows` of `stored`, decoded."""
     if not isinstance(stored, CodedRows):
         return rows.take(stored)
     return replace(stored, bytes=rows.take(stored.bytes)).values()
@@ -215,6 +216,6 @@ def _products(
     shares: Float32[Tensor, "batch heads clusters columns"],
     values: Float[Tensor, "batch kv_heads columns head_dim"],
 ) -> Float32[Tensor, "batch heads clusters head_dim"]:
-    """Shares times values. The heads that share values are rows of one product: no value is repeated."""
+    """Shares times values. Heads that share values are rows of one product, so no value is repeated."""
     folded = shares.reshape(*values.shape[:2], -1, values.shape[2])
     return (folded @ values.float()).view(*shares.shape[:3], values.shape[3])

@@ -1,4 +1,4 @@
-"""The fetches of updates: what is sent for ahead, and how many clusters came which way."""
+"""The fetches of updates, ahead and on demand, and their counts."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -10,13 +10,13 @@ from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.members import Cluster
 from tiered.tiers.stored_rows import StoredRows
 
-Clusters = Sequence[Sequence[int]]  # of every sequence
+Clusters = Sequence[Sequence[int]]  # numbers of clusters, by sequence
 Recomputed = Bool[np.ndarray, "batch length"]
 
 
 class Fetching:
-    """Sends clusters to the device before they are read, unless all of their columns are `recomputed`. Counts them as
-    `GroupUpdate` has it."""
+    """Sends clusters to the device before they are read, unless all of their columns are `recomputed`. Counts them for
+    `GroupUpdate`."""
 
     def __init__(self, stored: StoredRows) -> None:
         self._stored, self._fetched = stored, stored.fetched_bytes
@@ -24,12 +24,12 @@ class Fetching:
         self._counts: Counter[str] = Counter()
 
     def guess(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
-        """Send the clusters that the next `ask` will probably want, and return those that were sent."""
+        """Send the clusters that the next `ask` will probably need. Returns the sent ones."""
         self._guessed = self._sent(state, clusters, recomputed)
         return self._guessed
 
     def ask(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
-        """Send `clusters`, and return those that were sent. Wrong guesses are given up."""
+        """Send `clusters`, and cancel wrong guesses. Returns the sent ones."""
         self._stored.recall()
         sent = self._sent(state, clusters, recomputed)
         right = sum(cluster in sent for cluster in self._guessed)
@@ -40,7 +40,7 @@ class Fetching:
     def refetch(
         self, state: LayerState, clusters: Clusters, recomputed: Recomputed, asked: Collection[Cluster] = ()
     ) -> list[Cluster]:
-        """Send clusters to be stored anew, unless they are in `asked`, and return those that were sent."""
+        """Send clusters to be stored anew, except those in `asked`. Returns the sent ones."""
         others = [[one for one in own if (sequence, one) not in asked] for sequence, own in enumerate(clusters)]
         sent = self._sent(state, others, recomputed)
         self._counts["repairs"] += len(sent)

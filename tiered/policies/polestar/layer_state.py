@@ -1,4 +1,4 @@
-"""What the cache of hidden states holds for one layer, and how an update reads and writes it."""
+"""One layer's state in the cache of hidden states, and its reads and writes by an update."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tiered.tiers.record_bytes import StoredCluster
 from tiered.tiers.stored_rows import StoredRows
 
 Span = tuple[int, int]
-# Clusters of each sequence that move, which of them are filler (False; None for no filler), and their new centroids.
+# Moved clusters of each sequence, False for filler (None for no filler), and their new centroids.
 Moved = tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"] | None, Float[Tensor, "batch moved width"]]
 
 
@@ -32,11 +32,11 @@ class LayerState:
     """Clusters of every sequence in the first layer of a group. Sequences with fewer clusters have filler behind them.
 
     Attributes:
-        current: columns of the current block. Their keys change with every step, and that is what makes drift.
-        members: the columns of each cluster, by sequence.
-        stored: has the members' rows; None for a layer that stores none.
-        regions: their region of `stored`, by sequence.
-        medoids: canvas column of every cluster.
+        current: columns of the current block, whose keys change with every step and cause drift.
+        members: columns of each cluster, by sequence.
+        stored: the members' rows; None for a layer that stores none.
+        regions: region of `stored`, by sequence.
+        medoids: canvas column of each cluster's medoid.
         present: False at filler.
         queries: queries of the centroids, rotated at the positions of the medoids, because cached keys are rotated.
         reference: attention of the centroids at the last update of each sequence.
@@ -65,7 +65,7 @@ class LayerState:
         stored: StoredRows | None,
         of_output: bool,
     ) -> "LayerState":
-        """The state after the keys of every row of the layer were written."""
+        """The state after all keys of the layer were written."""
         most = max(index.clusters for index in indices)
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
@@ -78,34 +78,34 @@ class LayerState:
         return cls(layer, current, members, stored, regions, medoids, present, queries, reference, of_output)
 
     def attended(self, forward: Forward) -> Attended:
-        """What the centroids attend to, as it is now."""
+        """The present keys and values that the centroids attend to."""
         return Attended.of(forward, self.layer, values=self.of_output)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
+        """Keep only these sequences (ascending)."""
         self.members = [self.members[number] for number in sequences]
         self.regions = [self.regions[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
         self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
 
     def places(self, clusters: Iterable[Cluster]) -> list[StoredCluster]:
-        """Where the rows of `clusters` are stored."""
+        """Stored places of the rows of `clusters`."""
         return [self.members[sequence].stored(self.regions[sequence], cluster) for sequence, cluster in clusters]
 
     def recenter(self, forward: Forward, moved: Moved, *, counts: bool = False) -> None:
-        """Give clusters new centroids, hence new queries. Their drift is measured from here; if the move `counts` as
-        drift, the reference stays that of the old centroids."""
+        """Give clusters new centroids and thus new queries. Their drift is then measured from here, unless the move
+        `counts` as drift: then the reference stays that of the old centroids."""
         clusters, valid, centroids = moved
         normed = forward.model.attention_norm(self.layer, centroids)
         queries = forward.queries(self.layer, Rows.at(self.medoids.gather(1, clusters)), normed)
-        self.queries = self.queries.clone()  # others may still need the old ones
+        self.queries = self.queries.clone()  # the caller may still need the old ones
         Rows.at(clusters, valid).put(self.queries, queries)
         if not counts:
             with span(Op.DRIFT):
                 self.reference.recenter(queries, self.attended(forward), clusters, valid)
 
     def retire(self, columns: Span) -> None:
-        """Let `columns` leave their clusters; their rows are still stored."""
+        """Remove `columns` from their clusters; their rows stay stored."""
         self.members = [members.without(*columns) for members in self.members]
 
     @spanned(Op.DRIFT)
@@ -118,19 +118,20 @@ class LayerState:
         updating: Bool[Tensor, " batch"] | None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None,
     ) -> list[list[float]]:
-        """Write keys and values of all rows of a pass, and measure how the attention of the centroids has drifted. The
-        next drift of sequences that update is measured from here. Reads once from the device, and once more where
-        log-sum-exps have to be taken anew.
+        """Write keys and values of all rows of a pass, and measure the drift of the centroids' attention.
+
+        The next drift of updating sequences is measured from here. Reads from the device once, and once more if
+        log-sum-exps must be computed anew.
 
         Args:
-            pass_: rows of the layer, which begin with the columns that the state tracks.
+            pass_: rows of the layer, beginning with the columns of `current` in this state.
             current: columns of the current block, the last of the active ones.
-            active: number of active rows in `pass_`, the first ones.
-            updating: False at sequences whose reference stays; None for none.
-            last_queries: of the centroids before moves that count as drift; None if there was no such move.
+            active: number of active rows, which come first in `pass_`.
+            updating: False at sequences whose reference stays; None for no such sequence.
+            last_queries: queries of the centroids before moves that count as drift; None without such moves.
 
         Returns:
-            The drift of every cluster, by sequence; without meaning in one that does not update.
+            The drift of every cluster, by sequence; undefined for a sequence that does not update.
         """
         reference = self.reference
         if last_queries is None:
@@ -144,7 +145,7 @@ class LayerState:
             for each, old in zip(then, reference.block, strict=True):
                 each[:, :, slice(*self.current)] = old
         forward.write(self.layer, pass_.rows, pass_.hidden)
-        # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
+        # Every sequence updates at a block's start. Later the columns are the same, and other references stay.
         attended, changed = self.attended(forward), Changed(rows, then, block)
         for anew in (False, True):
             drift, self.reference = reference.measured(self.queries, attended, changed, updating, last_queries, anew)
@@ -162,8 +163,8 @@ class LayerState:
         fetched: Sequence[Cluster],
         out: Float[Tensor, "batch rows width"],
     ) -> Rows:
-        """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from
-        `known`, or, of the clusters `fetched`, from what is stored. All other rows, filler too, become 0."""
+        """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. Rows come from
+        `known`, or from the stored rows of the clusters `fetched`. Other rows, filler included, become 0."""
         columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.numbers)
         filled = (layout.columns < 0).any()
         gathered = Rows.at(columns.clamp_min(0), columns >= 0) if filled else Rows.at(columns)
@@ -188,17 +189,18 @@ class LayerState:
         affected: Sequence[Sequence[int]],
         refetched: Sequence[Cluster],
     ) -> Moved | None:
-        """Store the `affected` clusters as they are now.
+        """Store the present rows of the `affected` clusters.
 
-        A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.
+        A centroid moves by Σ(new − old) / count, which is to the mean of the present rows, without old ones.
 
         Args:
             known: rows of the layer's input.
-            columns: canvas columns of `known`; −1 at rows that do not count.
-            refetched: the clusters whose rows are not all known.
+            columns: canvas columns of `known`; −1 at invalid rows.
+            affected: clusters to store, by sequence.
+            refetched: clusters with rows that are not in `known`.
 
         Returns:
-            What `recenter` takes; None for no affected cluster.
+            Moved clusters for `recenter`; None for no affected cluster.
         """
         most = max(map(len, affected))
         if not most or self.stored is None:
@@ -207,7 +209,7 @@ class LayerState:
         batch, rows = layout.columns.shape
         values = known[0].new_empty(batch, rows, known[0].shape[2])
         self.gather_rows(forward, known, layout, refetched, values)
-        # Rows that do not count go to one more cluster.
+        # Invalid rows go to one more cluster.
         own = np.where(layout.cluster < 0, most, layout.cluster)
         counts = np.stack([np.bincount(row, minlength=most + 1)[:most] for row in own])
         moved = np.array([[*clusters, *[-1] * (most - len(clusters))] for clusters in affected])
@@ -225,14 +227,13 @@ class LayerState:
 
     @spanned(Op.PATCH)
     def append(self, forward: Forward, current: Span, hidden: Float[Tensor, "batch rows width"]) -> None:
-        """Give every sequence one more cluster: the block that is finished as `current` begins, the first rows of
-        `hidden`."""
-        # The row that predicts this block's first token was one of the finished block's too; it belongs to this one.
+        """Add the finished block before `current` as a cluster of every sequence; its rows come first in `hidden`."""
+        # The row that predicts this block's first token was also in the finished block; it belongs to this one.
         first, stop = self.current[0], min(self.current[1], current[0])
         hidden = hidden[:, : stop - first]
         means, nearest = means_and_medoids(hidden, hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), 1)
         centroids, medoids = means.to(hidden.dtype), nearest + first
-        # The new cluster's number is the next one of its own sequence. All sequences get a column of filler for it.
+        # The new cluster's number is the next one of its sequence. All sequences get a column of filler for it.
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
         self.medoids = torch.cat([self.medoids, filler], dim=1).scatter_(1, number, medoids)
         self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
@@ -250,7 +251,7 @@ def _padded(part: Tensor, count: int) -> Tensor:
 
 
 def _on_device(device: torch.device, *tables: Int[np.ndarray, "..."]) -> list[Tensor]:
-    """`tables` in one copy."""
+    """Copy `tables` to the device in one transfer."""
     flat = on_device(torch.from_numpy(np.concatenate([table.ravel() for table in tables])), device)
     parts = flat.split([table.size for table in tables])
     return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

@@ -1,4 +1,4 @@
-"""Books: which columns of a sequence belong to which cluster, and where the rows of clusters stand. No tensors."""
+"""Books: the cluster of each column of a sequence, and the places of clusters' rows. No tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 
 from tiered.tiers.record_bytes import StoredCluster
 
-Cluster = tuple[int, int]  # a sequence, and the number of one of its clusters
+Cluster = tuple[int, int]  # number of a sequence, and number of one of its clusters
 Columns = Int[np.ndarray, "batch _"]
 
 
@@ -19,9 +19,9 @@ class Members:
 
     Attributes:
         columns: canvas columns in cluster-major order.
-        sizes: members of each cluster.
-        starts: the position of its first member in `columns`.
-        cluster_of: the cluster of every column of the canvas; −1 if it is in none, or has left its cluster.
+        sizes: number of members of each cluster.
+        starts: position of each cluster's first member in `columns`.
+        cluster_of: cluster of every canvas column; −1 if it is in none or was removed.
     """
 
     columns: Int[np.ndarray, " n"]
@@ -31,22 +31,22 @@ class Members:
 
     @classmethod
     def of(cls, columns: Sequence[int], sizes: Sequence[int], length: int) -> "Members":
-        """Clusters of these sizes over `columns`, on a canvas of `length` columns."""
+        """Clusters of these sizes over `columns`, on a canvas of length `length`."""
         array = np.asarray(columns, dtype=np.int64)
         cluster_of = np.full(length, -1, dtype=np.int64)
         cluster_of[array] = np.repeat(np.arange(len(sizes)), sizes)
         return cls(array, tuple(sizes), tuple(accumulate(sizes, initial=0))[:-1], cluster_of)
 
     def slice_of(self, cluster: int) -> slice:
-        """The positions of the members of `cluster` in `columns`."""
+        """Positions of the members of `cluster` in `columns`."""
         return slice(self.starts[cluster], self.starts[cluster] + self.sizes[cluster])
 
     def stored(self, region: int, cluster: int) -> StoredCluster:
-        """Where the rows of `cluster` are stored, in the region of this sequence."""
+        """Stored place of the rows of `cluster`, in the region of this sequence."""
         return StoredCluster(region, cluster, self.slice_of(cluster))
 
     def live(self, cluster: int) -> Int[np.ndarray, " live"]:
-        """The members that still belong to `cluster`; what is stored may be more."""
+        """The members that still belong to `cluster`; more rows may be stored."""
         columns = self.columns[self.slice_of(cluster)]
         return columns[self.cluster_of[columns] == cluster]
 
@@ -55,7 +55,7 @@ class Members:
         return [cluster for cluster in np.unique(self.cluster_of[recomputed]).tolist() if cluster >= 0]
 
     def covered(self, cluster: int, recomputed: Bool[np.ndarray, " length"]) -> bool:
-        """Whether every member of `cluster` is in `recomputed`."""
+        """True if every member of `cluster` is in `recomputed`."""
         return bool(recomputed[self.live(cluster)].all())
 
     def mostly(self, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
@@ -65,13 +65,13 @@ class Members:
         return np.flatnonzero((some > 0) & (2 * some >= every)).tolist()
 
     def without(self, first: int, stop: int) -> "Members":
-        """The same clusters; columns `first` to `stop` leave their clusters."""
+        """The same clusters without columns `first` to `stop`."""
         cluster_of = self.cluster_of.copy()
         cluster_of[first:stop] = -1
         return replace(self, cluster_of=cluster_of)
 
     def appended(self, first: int, stop: int) -> "Members":
-        """One more cluster, of columns `first` to `stop`, which belong to no cluster."""
+        """With one more cluster, of columns `first` to `stop`, which belong to no cluster."""
         span = np.arange(first, stop)
         cluster_of = self.cluster_of.copy()
         cluster_of[span] = len(self.sizes)
@@ -81,16 +81,17 @@ class Members:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLayout:
-    """Where the rows of some clusters stand in one tensor. Every sequence has `before` other rows, its clusters one
-    after the other, and filler if another sequence has more rows. A row's number counts over all sequences.
+    """The layout of some clusters' rows in one tensor. Every sequence has `before` other rows, then its clusters in
+    order, then filler up to the longest sequence. Row numbers count over all sequences.
 
     Attributes:
-        columns: canvas column of every row; −1 at filler, and at stored rows that have left their cluster.
-        cluster: which of the sequence's listed clusters a row is of; −1 if its column is, and at the other rows.
-        rows: numbers of the rows of each cluster.
-        numbers: for each tensor of known rows, the numbers of these rows here, and then those in that tensor.
-        blank: numbers of the rows behind `before` that have no column.
-        before: other rows in front of the clusters' rows.
+        columns: canvas column of every row; −1 for filler, and for stored rows removed from their cluster.
+        cluster: index of a row's cluster among the sequence's listed ones; −1 for rows without a column and the first
+            `before`.
+        rows: row numbers of each cluster.
+        numbers: for each tensor of known rows, the row numbers here, followed by those in that tensor.
+        blank: row numbers after the first `before` without a column.
+        before: number of other rows before the clusters' rows.
     """
 
     columns: Columns
@@ -107,8 +108,8 @@ class RowLayout:
         """Lay out `clusters[b]` of every sequence b, in this order.
 
         Args:
-            known: canvas columns of each tensor of known rows; −1 at rows that do not count.
-            before: rows in front, the first ones of the first of these tensors.
+            known: canvas columns of each tensor of known rows; −1 at invalid rows.
+            before: number of other rows, the first ones of the first of these tensors.
         """
         counts = [sum(one.sizes[cluster] for cluster in own) for one, own in zip(members, clusters, strict=True)]
         batch, wide = len(members), before + max(counts)
@@ -126,7 +127,7 @@ class RowLayout:
         own, here = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
         numbers, missing = list[Int[np.ndarray, " _"]](), own >= 0
         for there in known:
-            # The number of every canvas column; the last entry is that of column −1.
+            # Row number of every canvas column; the last entry is for column −1.
             place = np.full((batch, len(members[0].cluster_of) + 1), -1, dtype=np.int64)
             np.put_along_axis(place, there, np.arange(there.size).reshape(there.shape), axis=1)
             place[:, -1] = -1
@@ -138,7 +139,7 @@ class RowLayout:
 
 
 def by_column(columns: Columns, length: int) -> Bool[np.ndarray, "batch length"]:
-    """True at `columns` of a canvas of `length`; −1 is no column."""
+    """True at `columns` of a canvas of length `length`; −1 for no column."""
     found = np.zeros((len(columns), length + 1), dtype=bool)
     np.put_along_axis(found, columns, True, axis=1)
     return found[:, :-1]

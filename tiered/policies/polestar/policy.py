@@ -1,7 +1,7 @@
-"""Polestar (arXiv 2607.14107): between refreshes, renew the clusters whose attention has drifted most.
+"""Polestar (arXiv 2607.14107), which updates the clusters whose attention has drifted most between refreshes.
 
 Semantics follow the paper: the whole context, layer by layer, with the stored hidden states in the tiers. The authors'
-code is a preset. docs/polestar.md lists the differences, and why they are there.
+code is a preset. docs/polestar.md lists the differences and their reasons.
 """
 
 from collections.abc import Sequence
@@ -36,35 +36,34 @@ class Polestar(Policy):
     """Drift-aware updates from stored hidden states.
 
     A block begins with a refresh, which clusters the rows of each layer and stores them. A step then recomputes the
-    block alone, until more than T tokens were committed. That step is an update: in every layer it also renews the
-    members of the M clusters whose attention has moved most.
+    block alone, until more than T tokens were committed. The next step is an update: in every layer it also recomputes
+    the members of the M clusters whose attention has drifted most.
 
     Attributes:
         clusters: C, clusters in each layer of each sequence, shared by prefix and suffix; "auto" for about one per 64
-            rows, "rows" for one of each row.
-        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`; "auto" for 4, or
-            with a cluster of each row for 8 and one more per 32 rows.
-        update_threshold: T, commits of one step, or of all steps since the last update, that call for no update yet.
-        cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. A cluster
-            that one of these layers hands to the next is whole there, so no stored row is fetched for it.
-        from_below: what the clusters that the layer below renewed, by half or more, are of those that a layer renews:
-            "among" its M, in front of all others; or "beside" them, so that each layer adds M of its own, for rows that
-            change as those did.
-        drift: what of a centroid's attention is compared with the last update: its "weights" (their KL), as in the
-            paper; or its "output" (how far what changed columns give it has moved), which sees changed values as well.
-        codec: how members are stored: a `Codec` of `tiered.offload.codec_bytes`, or its name.
-        refresh: what begins a block: "full" for every row; "drift" for an update over the finished block and the new
-            one, which is beyond the paper; "auto" for "drift" if it makes the call faster and the prompts are long
-            enough for their answers to hold.
+            rows, "rows" for one a row.
+        top_m: M, clusters that an update recomputes in each layer; 0 for none, which is `fast_dllm_dual`. "auto" for 4,
+            or with a cluster of each row for 8 and one more per 32 rows.
+        update_threshold: T, most commits, of one step or of all steps since the last update, without an update.
+        cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. Between
+            these layers all members of a chosen cluster are passed on, so no stored row is fetched.
+        from_below: place of clusters of which the layer below recomputed half or more. "among" counts them in a layer's
+            M, before all others; "beside" adds them to M others.
+        drift: measure of a centroid's attention since the last update. "weights" for the KL of the weights, as in the
+            paper; "output" for the move of the output over changed columns, which notices changed values too.
+        codec: codec of stored members: a `Codec` of `tiered.offload.codec_bytes`, or its name.
+        refresh: beginning of a block. "full" recomputes every row. "drift" is an update over the finished block and the
+            new one, which is beyond the paper. "auto" is "drift" if that is faster and prompts are long enough to keep
+            their answers.
         refresh_blocks: blocks from one refresh to the next, with `refresh` = "drift".
-        kmeans: library that iterates the clustering on the CPU: "torch", or "faiss" (of the extra "faiss"), which is
-            faster for narrow models. A GPU always has torch.
+        kmeans: library that iterates the clustering on the CPU: "torch", or "faiss" (extra "faiss"), which is faster
+            for narrow models. A GPU always uses torch.
     """
 
     name: ClassVar[str] = "polestar"
-    # No options, but a subclass may have other values: the T of all commits since the last update, None for
-    # `update_threshold`; blocks before the current one and behind it that are clustered, None for all; the tier of the
-    # stored rows; and whether the move of a centroid counts as drift, which takes its stored rows before the choice.
+    # Not options, but subclasses may override them: T of all commits since the last update, None for
+    # `update_threshold`; numbers of clustered blocks before and behind the current one, None for all; tier of the
+    # stored rows; whether the move of a centroid counts as drift, which needs its stored rows before the choice.
     cumulative_threshold: ClassVar[int | None] = None
     window_blocks: ClassVar[tuple[int, int] | None] = None
     hidden_tier: ClassVar[Tier] = Tier.HOST
@@ -92,13 +91,15 @@ class Polestar(Policy):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, str(getattr(self, name)), map(str, allowed))
         if self.measures_moves and self.drift == "output":
-            raise ValueError(f"drift = {self.drift!r}: {self.name} counts the moves of centroids, which has 'weights'")
+            raise ValueError(
+                f"drift = {self.drift!r}: {self.name} counts the moves of centroids, which needs 'weights'"
+            )
         if self.kmeans == "faiss":
-            import_faiss()  # its error says how to install it, before anything is computed
+            import_faiss()  # raises now, with the command to install it, if it is missing
 
     @property
     def appended_blocks(self) -> int:
-        """Finished blocks that become clusters of their own before the next refresh, at most."""
+        """Most finished blocks that become clusters before the next refresh."""
         return self.refresh_blocks - 1 if self.refresh == "drift" else 0
 
     def cluster_sizes(self, call: CallShape) -> ClusterSizes:
@@ -131,8 +132,8 @@ class Polestar(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolestarWindow(Polestar):
-    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are. One of the
-    authors' 8 clusters is for rows behind the block, even if there are none."""
+    """The authors' code (commit a125b28c): clusters of a window of blocks, raw and on the device. One of the authors' 8
+    clusters is for rows behind the block, even if there are none."""
 
     name: ClassVar[str] = "polestar-window"
     cumulative_threshold: ClassVar[int | None] = 2
@@ -148,10 +149,10 @@ class PolestarWindow(Polestar):
 
 
 class Drifting(PolicyState):
-    """Counts commits, and decides which steps refresh or update. An `Update` decides what it renews."""
+    """Counts commits, and decides which steps refresh or update. An `Update` chooses the clusters."""
 
     def __init__(self, policy: Polestar, *, dry: bool = False) -> None:
-        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters."""
+        """`dry`: whether no layer program runs, so that the first refresh is taken to have made clusters."""
         self.policy, self._dry = policy, dry
         self._cache = None
         if policy.top_m:
@@ -174,7 +175,7 @@ class Drifting(PolicyState):
             self._since = None
             program = None if self._cache is None else Refresh(self._cache, step, self.policy.window_blocks)
             return replace(step.over(0, step.canvas.length, StepKind.REFRESH), program=program)
-        # The block's rows, and the row in front of them if predictions are shifted.
+        # The block's rows, and the row before them with a prediction shift.
         first, updating, kept = step.first_row, [True] * step.canvas.batch, True
         if step.number:
             updating, kept = self._due(step)
@@ -189,7 +190,7 @@ class Drifting(PolicyState):
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
-        # Counted on the device: the next step reads the sums after the step's own host read.
+        # Counted on the device; the next step reads the sums, after this step's own host read.
         self._last = committed.sum(dim=1)
         self._since = self._last if self._since is None else self._since + self._last
 
@@ -216,8 +217,9 @@ class Drifting(PolicyState):
         return self.policy.refresh == "full" or block % self.policy.refresh_blocks == 0
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
-        """Sequences with more commits than the thresholds allow and something left to commit; and whether another
-        update may read what theirs stores: in this block, if enough of it is left, or as the next block begins."""
+        """Sequences with more commits than the thresholds allow and tokens left to commit; and whether a later update
+        may read the rows that theirs store. That is in this block, if enough of it is left, or at the next block's
+        beginning."""
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
@@ -226,7 +228,7 @@ class Drifting(PolicyState):
         due = (self._last > policy.update_threshold) | (self._since > cumulative)
         left = canvas.pending(step.start, step.stop).sum(dim=1)
         found, left = torch.stack([due & (left > 0), left]).tolist()
-        # A step that is due has something left to commit, and what was committed since is pending no more.
+        # A due step has tokens left to commit, and tokens committed since are not pending any more.
         again = any(count - 1 > min(policy.update_threshold, cumulative) for count in left)
         goes_on = step.stop < canvas.length and not self._begins_with_refresh(step.block + 1)
         return [bool(one) for one in found], again or goes_on or step.rewrites

@@ -1,7 +1,7 @@
-"""A step that renews the clusters that drift most, group of layers by group, beside the rows of a plain step.
+"""A step that recomputes the most drifted clusters, group of layers by group, beside the rows of a plain step.
 
 The rows of the clusters that a group chooses go up through all of its layers, and into the next group. There they patch
-stored rows and centroids. If their clusters are chosen again, they replace stored rows; else they end.
+stored rows and centroids. Rows go on up if their cluster is chosen again, and end there otherwise.
 """
 
 from collections.abc import Sequence
@@ -47,16 +47,16 @@ class Update:
     ) -> None:
         """
         Args:
-            first: column where the active ones begin, which the step computes anyway: the current block, and the
-                finished block if this one begins without a refresh.
-            updating: sequences that update; the others take a plain step.
+            first: first active column. Active columns, computed by any step, are the current block, and the finished
+                block if this one begins without a refresh.
+            updating: True for sequences that update; the others take a plain step.
             number: number of the forward in the call.
-            kept: whether another update may read what this one stores; else it stores nothing.
+            kept: whether a later update may read the rows that this one stores; it stores none otherwise.
         """
         self._cache, self._number, self._kept = cache, number, kept
         self._current, self._appends = (step.first_row, step.stop), first < step.first_row
         self._updating = [*updating] * cache.copies
-        # The rows from below: their columns, −1 at rows that do not count; and the same by column.
+        # Rows from below: their columns, −1 at invalid rows; and the same by column.
         taking_part = np.array([*step.active] * cache.copies)
         self._from_below = np.where(taking_part[:, None], np.arange(first, step.stop), -1)
         self._recomputed = np.zeros((len(taking_part), step.canvas.length), dtype=bool)
@@ -66,7 +66,7 @@ class Update:
         if layer == 0:
             self._cache.updated_in, self._cache.fetched = self._number, np.zeros_like(self._recomputed)
             self._here = None if all(self._updating) else on_device(self._updating, forward.ids.device)
-            self._rows = pass_.rows  # of the active columns: a span, in every layer
+            self._rows = pass_.rows  # rows of the active columns, a span, in every layer
         if layer < forward.model.shape.layers - 1:
             if (state := self._cache.states.get(layer)) is not None:
                 return self._lead(forward, state, pass_)
@@ -75,7 +75,7 @@ class Update:
 
     def _lead(self, forward: Forward, state: LayerState, pass_: Pass) -> Pass:
         cache, fetching, below, count = self._cache, self._cache.fetching, self._recomputed, self._rows.count
-        if self._appends:  # the current block leaves the clusters that it was in
+        if self._appends:  # the current block leaves its clusters
             state.retire(self._current)
         stores = self._kept or cache.measures_moves
         affected = [members.affected(own) if stores else [] for members, own in zip(state.members, below, strict=True)]
@@ -101,7 +101,7 @@ class Update:
         self._from_below, self._recomputed = layout.columns, by_column(layout.columns, below.shape[1])
         self._guess(state.layer)
         hidden = pass_.hidden.new_empty(*layout.columns.shape, pass_.hidden.shape[2])
-        hidden[:, :count] = pass_.hidden[:, :count]  # a copy: the layer's input may have to be stored
+        hidden[:, :count] = pass_.hidden[:, :count]  # a copy, because the layer's input may have to be stored
         forward.attend(state.layer, self._rows, hidden[:, :count])
         rows = state.gather_rows(forward, known, layout, fetched, hidden)
         if any(affected):
@@ -129,11 +129,11 @@ class Update:
 
     @spanned(Op.FETCH)
     def _guess(self, layer: int) -> None:
-        """Fetch ahead what the next layer will probably choose, by the drift of the last update, and not get from
-        `layer`."""
+        """Fetch ahead the clusters that the next layer will probably choose, by the drift of the last update, except
+        those that come from `layer`."""
         above, ranking = self._cache.states.get(layer + 1), self._cache.ranking.get(layer + 1)
         if above is None or ranking is None or self._cache.measures_moves:
-            return  # or its records change before it chooses
+            return  # no layer state, no drift yet, or its records change before it chooses
         drift = [of if updates else [] for of, updates in zip(ranking, self._updating, strict=True)]
         likely = [self._cache.most_drifted(*each) for each in zip(drift, above.members, self._recomputed, strict=True)]
         self._cache.fetching.guess(above, likely, self._recomputed)

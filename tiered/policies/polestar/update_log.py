@@ -1,4 +1,4 @@
-"""Books: what the updates of a call did, group of layers by group."""
+"""Books: records of a call's updates, by group of layers."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,21 +7,21 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUpdate:
-    """One group of layers that share their clusters, in one forward that updates.
+    """The update of one group of layers, which share their clusters, in one forward.
 
     Attributes:
         forward: number of the forward in the call, from 0.
-        layer: the first layer of the group. Drift is measured and clusters are chosen there.
-        layers: layers of the group; the last layer of the model is in no group.
-        drift: KL of every cluster since its sequence's last update, by sequence; empty if a sequence did not update.
-        clusters: the clusters that were renewed, by sequence, in the order of their drift.
-        rows: rows recomputed in each of the layers beside those of a plain step, by sequence.
-        patched: clusters whose stored rows were replaced, by sequence.
-        fetched_bytes: bytes of all records that were fetched, of wrong guesses and of repairs too.
-        ahead: clusters fetched on a right guess.
-        on_demand: clusters fetched after they were chosen.
-        in_vain: clusters fetched on a wrong guess.
-        repairs: clusters fetched because only some of their members were recomputed.
+        layer: first layer of the group, in which drift is measured and clusters are chosen.
+        layers: number of layers of the group; the last layer of the model is in no group.
+        drift: drift of every cluster since its sequence's last update, by sequence; empty if a sequence did not update.
+        clusters: updated clusters, by sequence, in the order of their drift.
+        rows: rows recomputed in each layer beside those of a plain step, by sequence.
+        patched: number of clusters whose stored rows were replaced, by sequence.
+        fetched_bytes: bytes of all fetched records, including wrong guesses and repairs.
+        ahead: number of clusters fetched on a right guess.
+        on_demand: number of clusters fetched after they were chosen.
+        in_vain: number of clusters fetched on a wrong guess.
+        repairs: number of clusters fetched because only some of their members were recomputed.
     """
 
     forward: int
