@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 STUDIES = (
     *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "areas"),
-    *("contexts", "weights", "blocks", "load", "selection", "frontier"),
+    *("contexts", "weights", "blocks", "load", "selection", "frontier", "experts"),
 )
 PAGES = {
     ("sweep", "sweep"): "docs/measurements/sweep.md",
@@ -37,6 +37,7 @@ PAGES = {
         ("weights", mark): "docs/measurements/weights.md"
         for mark in ("weights", "weights_disk", "weights_load", "weights_logits")
     },
+    **{("experts", mark): "docs/measurements/experts.md" for mark in ("experts_picked", "experts_streamed")},
     ("drops", "weights_lost"): "docs/measurements/weights.md",
     **{("load", mark): "docs/measurements/load.md" for mark in ("load", "load_join")},
     **{

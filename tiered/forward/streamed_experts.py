@@ -16,7 +16,7 @@ from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
-GROUP = 8  # experts: so few that copies run beside the computation, so many that one wait serves several
+GROUP = 4  # experts: so few that copies run beside the computation, so many that one wait serves several
 
 
 class StreamedExperts:

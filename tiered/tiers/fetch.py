@@ -1,7 +1,7 @@
 """How the bytes of records come from their homes to the device."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from tiered.offload.ring import Ring
 from tiered.offload.transport import Copy, Lane
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic
+
+LARGE = 1 << 18  # bytes of a record whose copy takes much longer than a job's start
 
 
 class Fetch(NamedTuple):
@@ -41,7 +43,8 @@ class Fetch(NamedTuple):
 
 
 class Fetcher:
-    """Submits fetches: one job for those of a layer from host memory, and two for a record in a file."""
+    """Submits fetches: from host memory one job for small records of a layer, and one for each large record, which
+    compute may use before the next has come; and two jobs for a record in a file."""
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None) -> None:
         """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
@@ -49,19 +52,19 @@ class Fetcher:
 
     def send(self, fetches: Iterable[Fetch]) -> None:
         """Let bytes set out. Never waits for a copy, except for a thread that has to (`Traffic`)."""
-        by_layer: defaultdict[int | None, list[Fetch]] = defaultdict(list)
+        jobs: defaultdict[Hashable, list[Fetch]] = defaultdict(list)
         for each in fetches:
+            nbytes = sum(size for *_, size in each.segments)
             if each.home.memory is None:
                 self._load(each)
             else:
-                by_layer[each.layer].append(each)
-            nbytes = sum(size for *_, size in each.segments)
+                jobs[(each.layer, len(jobs)) if nbytes >= LARGE else each.layer].append(each)
             self._record(Asked(tier=each.home.tier, records=each.parts, nbytes=nbytes))
-        for layer, group in by_layer.items():
+        for group in jobs.values():
             copies = [copy for each in group if each.home.memory is not None for copy in each.copies(each.home.memory)]
             homes, slots = dict.fromkeys(each.home.fence for each in group), [each.fence for each in group]
             # The slots are read as well: if a copy of other parts failed, this one must not say otherwise.
-            self._traffic.move(Lane.FETCH, copies, reads=[*homes, *slots], writes=slots, layer=layer)
+            self._traffic.move(Lane.FETCH, copies, reads=[*homes, *slots], writes=slots, layer=group[0].layer)
 
     def check_integrity(self) -> None:
         if self._passing is not None:
