@@ -6,10 +6,9 @@
     python bench/measure.py STUDY --show --into docs/measurements/STUDY.md    # and put them into a page
     python bench/measure.py STUDY --help             # its axes, each a flag
 
-A point is a model, a policy with its options, a workload, a budget and a device. Each is measured in a process of its
-own, in rounds over all of them, and kept at once: the same command goes on after Ctrl-C, a crash or a full disk. Rows
-lie in bench/results/STUDY/rows.parquet, with machine, versions and revision; refusals and failures are rows that say
-why. The last line of stdout is JSON. The exit status is 1 if a point failed, 2 for a wrong command, 130 after Ctrl-C.
+A point is a model, a policy with its options, a workload, a budget and a device. Each has a process of its own and is
+kept at once: the same command goes on after Ctrl-C or a crash. Rows, refusals and failures among them, lie in
+bench/results/STUDY/rows.parquet. The exit status is 1 if a point failed, 2 for a wrong command, 130 after Ctrl-C.
 """
 
 import argparse

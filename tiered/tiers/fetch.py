@@ -43,8 +43,8 @@ class Fetch(NamedTuple):
 
 
 class Fetcher:
-    """Submits fetches: from host memory one job for small records of a layer, and one for each large record, which
-    compute may use before the next has come; and two jobs for a record in a file."""
+    """Submits fetches. Small records of a layer in host memory are one job. A large one has its own, so that compute
+    may use it before the next arrives. A record in a file takes two jobs."""
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None) -> None:
         """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
