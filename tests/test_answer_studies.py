@@ -167,6 +167,27 @@ def test_blocks_are_told_again_and_over_a_floor():
     assert "96 tokens, 2 blocks of 8 in 2 steps" in tables["blocks"] and "`long_copy`" in tables["blocks_answers"]
 
 
+def test_experts_are_those_of_the_official_code_and_come_as_they_are_picked():
+    study, rows = study_named("experts"), quick_rows("experts")
+    told, picked, streamed = ([row for row in rows if row["part"] == part] for part in ("recorded", "picks", "stream"))
+    assert len(told) == 7 and all(row["identical"] and row["routed"] for row in told)
+    ((pick,), (stream,)) = picked, streamed
+    assert 2 <= pick["of_step"] < pick["of_block"] <= 64 and pick["step_overlap"] <= pick["recall_both"] <= 1
+    assert (
+        0 < pick["recall_router"] <= pick["recall_both"] >= pick["recall_last"] and pick["misses_over_belady_30"] >= 1
+    )
+    assert stream["bound_ms"] < stream["streamed_ms"] and 0 < stream["hit_share"] < 1
+    # All experts in every forward move more than those that are picked and missing.
+    assert stream["bytes_over_misses"] >= 1 and stream["layers_ms"] > stream["bound_ms"]
+    last, tables = study.last_line(rows), study.tables(rows)
+    assert last["families_identical"] and last["router_identical"] and last["experts_over_bound"] > 1
+    assert study.last_line([told[0] | {"routed": False}])["router_identical"] is False
+    assert "| 2 of 64 |" in tables["experts_picked"] and "| 2 of 64, 30% stay, h100 |" in tables["experts_streamed"]
+    for axes, why in (({"part": ["pick"]}, "'pick'"), ({"share": [1]}, "share = 1"), ({"width": [100]}, "width = 100")):
+        with pytest.raises(ValueError, match=why):
+            points("experts", **axes)
+
+
 def test_contexts_say_what_was_planned_and_what_is_held():
     study, rows = study_named("contexts"), quick_rows("contexts")
     dual, auto, raw, fp8 = rows

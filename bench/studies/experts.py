@@ -3,15 +3,17 @@
 Parts, all on the CPU, over a random LLaDA2 in float32 whose answer has four blocks. Random routers say little of
 trained ones, which agree more from row to row and from step to step: the figures are of the schedule.
 
-    picks   experts of a layer that a step and a block reach, how they overlap, the recall of guesses one layer ahead,
-            and fetches without guesses over those of Belady's rule, with slots for a share of the experts
-    stream  a call with slots for --share of the experts over a slowed link: the copy of the experts that a step reaches
-            stands to its forward as with LLaDA2-mini in int4 on --link, by data sheets. Beside it the same call without
-            guesses, experts fetched one by one and waited for (TIDE's schedule), and all experts in each forward. The
-            answers are those of resident experts, or it has failed
+    recorded  logits and picked experts of LLaDA-MoE, LLaDA2 and SDAR-MoE beside those of the official code
+    picks     experts of a layer that a step and a block reach, how they overlap, the recall of guesses a layer ahead,
+              and fetches without guesses over those of Belady's rule, with slots for a share of the experts
+    stream    a call with slots for --share of the experts over a slowed link: the copy of the experts that a step
+              reaches stands to its forward as with LLaDA2-mini in int4 on --link, by data sheets. Beside it the same
+              call without guesses, experts fetched one by one and waited for (TIDE's schedule), and all experts in
+              each forward. The answers are those of resident experts, or it has failed
 
 About five minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
+    families_identical, router_identical    whether all recorded cases came out: logits, and picked experts
     experts_over_bound      a forward over the longer of computing and of the misses' copies alone: the largest
     experts_hidden_share    of the time of copies that computing could hide, how much it did: the smallest
     bytes_over_misses       bytes that came over those without guesses: the largest
@@ -34,9 +36,9 @@ from tiered.core.checks import unknown_name
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
-OF, TIMED = (), (*weight_streams.TIMED, "plain_ms", "layers_ms")
+OF, TIMED = ("case",), (*weight_streams.TIMED, "plain_ms", "layers_ms")
 AXES: Axes = {
-    "part": ["picks", "stream"],
+    "part": ["recorded", "picks", "stream"],
     "link": ["rtx4090", "h100"],
     "share": [0.35, 0.6, 0.9],
     "experts": [64],
@@ -78,6 +80,9 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
     for part in axes["part"]:
         if part not in AXES["part"]:
             raise unknown_name("part", part, AXES["part"])
+        if part == "recorded":
+            yield {"part": part}
+            continue
         for values in product(*(axes[name] for name in sizes)):
             of = {"part": part, **dict(zip(sizes, values, strict=True))}
             if part == "picks":
@@ -90,7 +95,9 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
     """As `workloads.expert_streams`."""
     if settings["device"] != "cpu":
         raise RefusedError(f"device {settings['device']}: links are slowed down on the CPU alone")
-    return getattr(expert_streams, settings["part"])(settings)
+    if settings["part"] == "recorded":
+        return expert_streams.recorded()
+    return expert_streams.picks(settings) if settings["part"] == "picks" else expert_streams.stream(settings)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -112,14 +119,18 @@ def _over_belady(row: Row) -> str:
     return ", ".join(f"{each:.2f}" for each in _belady(row))
 
 
-def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
+def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     """What the last line says of the figures that have goals, of medians over rounds."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
     def of(figure: str) -> list[float]:
         return [round(row[figure], 3) for row in good if figure in row]
 
+    told = [row for row in rows if row["part"] == "recorded"]
+    whole = bool(told) and all(row["status"] == "ok" for row in told)
     return {
+        "families_identical": all(row["identical"] for row in told) if whole else None,
+        "router_identical": all(row["routed"] for row in told) if whole else None,
         "experts_over_bound": max(of("over_bound"), default=None),
         "experts_hidden_share": min(of("hidden_share"), default=None),
         "bytes_over_misses": max(of("bytes_over_misses"), default=None),

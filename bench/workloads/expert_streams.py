@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from measuring.worker import refusing
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from simulation import Link, LinkSpeed, SimulatedThreads
 from torch import Tensor
 
@@ -25,6 +25,7 @@ import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Tier
 from tiered.core.rates import rates_of
+from tiered.forward.forward import Forward
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.expert_table import ExpertTable
 from tiered.models.families import family_of
@@ -36,12 +37,41 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.planning.times import forward_seconds
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
+from workloads.blocks import GOLDENS, LARGEST_DIFFERENCE
 from workloads.models import VOCABULARY
 from workloads.streamed_model import opened, shape_of, sizes_of
 from workloads.weight_streams import WaitingTransport, figures
 
 BLOCK, BLOCKS = 32, 4
+# By checkpoint, the blocks of each recorded case; None if rows see the whole canvas.
+RECORDED: dict[str, dict[str, int | None]] = {
+    "llada_moe/lladamoe_tiny": {"full": None, "leftpad": None},
+    "llada2/llada2_tiny": {"block32": 32, "block8_masks": 8, "block16_tail": 16},
+    "sdar_moe/sdar_moe_tiny": {"block4": 4, "block8": 8},
+}
 MINI, MINI_CONTEXT = "llada2-mini", 8192
+
+
+def recorded() -> Iterator[dict[str, Any]]:
+    """A row for every recorded case of the official code: how far logits are off, and whether the experts that rows
+    picked are the same. Cases with histories are among the tests."""
+    for checkpoint, cases in RECORDED.items():
+        folder, _, name = checkpoint.partition("/")
+        tensors = load_file(GOLDENS / folder / "logits.safetensors")
+        runtime = tiered.from_pretrained(GOLDENS / checkpoint, policy="none", device="cpu")
+        for case, block in cases.items():
+            found, of = list[Tensor](), f"{name}.{case}."
+            ids, mask, expected = (tensors.get(of + each) for each in ("input_ids", "attention_mask", "routes"))
+            assert ids is not None and expected is not None, "every case has them"
+            with patch.object(
+                Forward, "note_picks", lambda _, layer, experts, picked, found=found: found.append(experts)
+            ):
+                logits = runtime.logits(ids.long(), mask, block_length=block)
+            real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+            off = float((logits - tensors[of + "logits"])[real].abs().max())
+            routes = torch.stack(found).view(expected.shape)[:, real]
+            same = torch.equal(routes, expected[:, real].long())
+            yield {"case": f"{name}, {case}", "off": off, "identical": off <= LARGEST_DIFFERENCE, "routed": same}
 
 
 def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
