@@ -4,12 +4,16 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from urllib.request import urlopen
 from zipfile import ZipFile
 
 import pytest
@@ -139,7 +143,7 @@ def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch
 
 @pytest.mark.long
 def test_the_wheel_answers_in_an_empty_environment(tmp_path: Path):
-    """What a newcomer gets: the wheel, and what pip brings with it."""
+    """A newcomer has the wheel, and the packages that pip brings with it: every line of README.md under Use runs."""
     # A copy, because a build leaves folders where it works, and takes what it finds in them.
     source = tmp_path / "source"
     left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "bench", "tests", "__pycache__")
@@ -156,13 +160,31 @@ def test_the_wheel_answers_in_an_empty_environment(tmp_path: Path):
         shutil.copy(ROOT / name, tmp_path)
     subprocess.run(["make", f"PYTHON={sys.executable}", ".venv/.torch"], cwd=tmp_path, check=True)
     there = tmp_path / ".venv" / "bin"
-    subprocess.run([there / "pip", "install", "--quiet", "-c", "constraints.txt", wheel], cwd=tmp_path, check=True)
+    package = f"{wheel}[serve,watch]"
+    subprocess.run([there / "pip", "install", "--quiet", "-c", "constraints.txt", package], cwd=tmp_path, check=True)
 
     def tiered(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([there / "tiered", *arguments], cwd=tmp_path, capture_output=True, text=True)
 
-    answered = tiered("generate", "sort: Nora Ben Ivan Cleo", "--max-new-tokens", "32")
+    readme = (ROOT / "README.md").read_text()
+    (sample,) = re.findall(r"```python\n(.+?)```", readme, re.DOTALL)
+    done = subprocess.run([there / "python", "-c", sample], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("['Ben Cleo Ivan Nora']"), done.stderr
+    lines = [shlex.split(line, comments=True) for line in re.findall(r"^    tiered (.+)$", readme, re.MULTILINE)]
+    generate, serve, plan = lines
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        serve[-1] = str(free.getsockname()[1])
+    answered, card = tiered(*generate), tiered(*plan)
     assert answered.returncode == 0 and "Ben Cleo Ivan Nora" in answered.stdout, answered.stderr
+    assert "8,309,551,232 B" in card.stdout and "8,309,551,232 B" in readme, card.stderr
+    with subprocess.Popen([there / "tiered", *serve], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stderr is not None and "tiered: embedded at http" in server.stderr.readline()
+            with urlopen(f"http://127.0.0.1:{serve[-1]}/v1/models", timeout=60) as models:
+                assert "embedded" in models.read().decode()
+        finally:
+            server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
     assert tiered("plan", "embedded-blocks", "--context", "64").returncode == 0
     refused = tiered("generate", "sort: Nora Ben", "--model", "embedded-blocks")
     assert refused.returncode == 2 and "pip install --editable ." in refused.stderr
