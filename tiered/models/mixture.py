@@ -60,7 +60,7 @@ class MixtureModel(DiffusionModel):
         normed = block.ff_norm(hidden)
         rows = normed.flatten(0, 1)
         picks = self.picks(layer, rows)
-        of_rows = picks.experts.cpu()  # on CUDA the host waits here, and nowhere else
+        of_rows = picks.experts.cpu()  # on CUDA the host waits here, and beside it for guesses alone
         picked = picked_experts(of_rows)
         if probe is not None:
             probe(layer, of_rows, picked)
