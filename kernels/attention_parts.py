@@ -36,7 +36,7 @@ def soft_capped(scores, soft_cap):
 @triton.jit
 def rows_at(start, column, column_stride, element_stride, seen, ALIGNED: tl.constexpr, FORM: tl.constexpr):
     """Rows of keys or values [FORM.keys, FORM.elements], twice; in NVFP4 their even elements, and their odd ones. Each
-    begins at a multiple of ALIGNED bytes. The hint stands here, because the compiler drops hints on a helper's
+    begins at a multiple of ALIGNED bytes. The hint is here, because the compiler drops hints on a helper's
     arguments."""
     at = column.to(tl.int64) * column_stride
     element = tl.arange(0, FORM.elements)

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no schemes": ({"quantization": FP8 | {"config_groups": {"FP8": ["Linear"]}}}, "config_groups = "),
     "activations alone": (
         {"quantization": FP8 | {"config_groups": {"g": {"weights": None}}}},
-        "weights = None in g, activations alone",
+        "weights = None in g, only activations",
     ),
     "asymmetric": ({"quantization": compressed(8, "int", "channel", symmetric=False)}, "symmetric = False"),
     "groups of 128": ({"quantization": compressed(4, "int", "group", 128)}, r"\(4, 'int', 'group', 128\) in group_0"),

@@ -38,7 +38,7 @@ class CanvasLimits:
         length: columns of the canvas.
         block_length: columns of a block; 0 if rows read the whole canvas.
         positions: position of every column by sequence, ascending, if blocks begin at different columns in different
-            sequences. None if `first` tells the blocks of all.
+            sequences. None if they begin at the same ones.
         first: a column at which a block begins; 0 with `positions`.
         key_mask, pads: as in `Limits`.
         final: columns in front of which tokens are final.

@@ -24,7 +24,7 @@ def kv_code(name: str, shape: ModelShape) -> RowCode | None:
         raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
     if name == RowCode.NVFP4 and shape.head_dim % GROUP:
         raise ValueError(
-            f"kv = {name!r} scales {GROUP} elements together, of which heads of {shape.head_dim} are no "
+            f"kv = {name!r} scales {GROUP} elements together, but heads have {shape.head_dim}, which is not a "
             f"multiple; allowed: 'raw', 'fp8'"
         )
     return None if name == RAW else RowCode(name)

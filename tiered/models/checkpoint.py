@@ -157,7 +157,7 @@ class Checkpoint:
         if not all(_is_finite(weight[rows].values()) for rows in chunks(out, inner)):
             raise NonFiniteError(
                 f"the weight {name}",
-                f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or what they stand for is beyond "
+                f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or a decoded value is beyond "
                 f"{str(dtype).removeprefix('torch.')}",
             )
         return weight

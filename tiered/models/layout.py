@@ -162,8 +162,8 @@ class Layout:
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
         if rotation.kind == "yarn" and facts.get("sink_tokens"):
             raise ValueError(
-                f"rope_scaling: 'yarn' scales attention by way of the rotation, which the learned keys of {self.family}"
-                " have no part in; 'linear' or 'ntk' is allowed"
+                f"rope_scaling: 'yarn' scales attention through the rotation, but the learned keys of {self.family} are"
+                " not rotated; 'linear' or 'ntk' is allowed"
             )
         size["max_context"] = max(size["max_context"], rotation.reach)
         head_tied = switch(config, self.keys["head_tied"])

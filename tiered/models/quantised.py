@@ -193,7 +193,7 @@ def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
     for name, group in groups.items():
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
-            problems.append(f"weights = {weights!r} in {name}, activations alone (allowed: a scheme of weights)")
+            problems.append(f"weights = {weights!r} in {name}, only activations (allowed: a scheme of weights)")
             continue
         scheme = tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
         if scheme not in tuple(_SCHEMES):  # no set, because values of other types may be unhashable

@@ -94,7 +94,7 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
         )
     if kind == "ntk" and head_dim < 4:
         raise ValueError(
-            f"{name}: heads of {head_dim} elements turn at one speed, which 'ntk' leaves; 'linear' is allowed"
+            f"{name}: heads of {head_dim} elements turn at one speed, so 'ntk' has no effect; 'linear' is allowed"
         )
     of_yarn["query_growth"] = number(found, "llama_4_scaling_beta", 0.0)
     rotation = Rotation(theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn)
