@@ -1,4 +1,4 @@
-"""Books: the parts of a record, and how they lie in its home and in a slot."""
+"""Books: the parts of a record, and their places in its home and in a slot."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ Parts = Bool[np.ndarray, " parts"]
 
 @runtime_checkable
 class Layout(Protocol):
-    """How the parts of a record lie in its home and in a slot."""
+    """The places of a record's parts in its home and in a slot."""
 
     @property
     def parts(self) -> int:
-        """Parts of the record."""
+        """Number of parts of the record."""
         ...
 
     def segments(self, parts: Parts) -> Iterable[Segment]:
@@ -28,7 +28,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """`parts` of `part_bytes`, one behind the other in the home and in a slot."""
+    """`parts` of `part_bytes` each, contiguous in the home and in a slot."""
 
     part_bytes: int
     parts: int = 1
@@ -40,7 +40,7 @@ class Equal:
 
 
 class Wanted(NamedTuple):
-    """Parts of a record; None for all. Parts that were never written have no bytes, and nothing is copied for them."""
+    """Parts of a record; None for all. Parts that were never written have no bytes, so they are not copied."""
 
     key: Hashable
     parts: Parts | None = None
