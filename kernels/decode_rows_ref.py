@@ -38,7 +38,7 @@ def decode_rows(
         out: contiguous rows.
         numbers: rows of `coded`, on its device; None for all, in order.
         places: distinct rows of `out`; None for its first n, in order.
-        base: bases of residuals; None if rows are no residuals.
+        base: bases of residuals; None if rows are not residuals.
     """
     elements = out.shape[1]
     for part in chunks(len(coded) if numbers is None else len(numbers), elements):

@@ -15,8 +15,8 @@ _WHOLE = 2 << 20
 
 
 def reserved_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments of simultaneous allocations of `sizes` bytes. An upper bound: here allocations of different
-    sizes share no segment, in the allocator they may."""
+    """Bytes of the segments of simultaneous allocations of `sizes` bytes. An upper bound: allocations of different
+    sizes share no segment here, but may in the allocator."""
     total = 0
     for block, count in Counter(-(-size // _BLOCK) * _BLOCK for size in sizes).items():
         if block >= _LARGE:

@@ -12,7 +12,7 @@ class ForwardWork:
     """Bytes and operations of one forward.
 
     Attributes:
-        weight_bytes: bytes of weights read, each once: all experts included, an embedding that is only looked up not.
+        weight_bytes: bytes of weights read, each once; with all experts, without an embedding that is only looked up.
         kv_bytes: bytes of keys and values read, each once: of every position, or of the window in layers with one.
         flops: multiplications and additions of its matrix products, attention included. An upper bound if final tokens
             only see each other ("noise" of `ModelShape.sight`).
@@ -38,10 +38,10 @@ class RowFlops(NamedTuple):
     """Multiplications and additions of a row in a layer, by piece.
 
     Attributes:
-        write: of its keys and values.
-        attend: of the projections of attention, and `attention`.
-        mlp: of its MLP matrices; in a layer with a mixture, of the router and the experts that the row goes to.
-        attention: of attention over all columns that the row sees.
+        write: FLOP of its keys and values.
+        attend: FLOP of the projections of attention, and `attention`.
+        mlp: FLOP of its MLP; in a layer with a mixture, of the router and the experts that the row goes to.
+        attention: FLOP of attention over all columns that the row sees.
     """
 
     write: int

@@ -39,7 +39,6 @@ class FeatureStream:
     chunk_rows: int
 
     def chunks(self) -> Chunks:
-        """The layout of its layers."""
         return Chunks(self.sequences, self.heads, self.columns, self.row_bytes, self.chunk_rows)
 
     @property
@@ -54,7 +53,6 @@ class FeatureStream:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return -(-self.layer_bytes // UNIT) * UNIT
 
     @property

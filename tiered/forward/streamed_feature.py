@@ -52,7 +52,6 @@ class StreamedFeature:
 
     @property
     def columns(self) -> int:
-        """Columns of a sequence."""
         return self._chunks.columns
 
     def __contains__(self, layer: object) -> bool:
@@ -87,7 +86,6 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def keep(self, sequences: Sequence[int]) -> None:
-        """Keep only these sequences (ascending)."""
         self._send_home()
         self._residency.empty()
         self._chunks.keep(sequences)
@@ -105,7 +103,6 @@ class StreamedFeature:
         return view
 
     def _send_home(self) -> None:
-        """Copy the written columns to their home."""
         written, self._written = self._written, None
         if written is not None:
             columns = self._chunks.joined(written.columns, written.parts)

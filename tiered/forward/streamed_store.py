@@ -42,11 +42,9 @@ class StreamedFeatureStore(FeatureStore):
 
     @property
     def streamed_from(self) -> int | None:
-        """See `FeatureStore.streamed_from`."""
         return min(self._first[feature] for feature in self._streamed)
 
     def keep(self, sequences: list[int]) -> None:
-        """See `FeatureStore.keep`."""
         for streamed in self._streamed.values():
             streamed.keep(sequences)
         super().keep(sequences)

@@ -138,7 +138,7 @@ class StreamedWeights:
                 self._open().sink(key)
 
     def settle(self, then: WeightBytes) -> None:
-        """Stream the layers of `then`, with as many records below the host. After a failure `now` says what was done.
+        """Stream the layers of `then`, with its number of records below the host. `now` is right even after a failure.
 
         Raises:
             TierCapacityError: a tier has no room for a layer or record that moves to it.

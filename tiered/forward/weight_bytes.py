@@ -112,7 +112,6 @@ class WeightBytes:
         return 1 if self.experts else FEWEST
 
     def keys(self, layer: int) -> list[Hashable]:
-        """The keys of a layer's records."""
         return record_keys(layer, self.experts)
 
     @property

@@ -62,7 +62,6 @@ class WeightHomes:
             self.residency.open(self.tiers.slots(Region.FETCH_SLOT, slots, self._room, self._ring))
 
     def close_slots(self) -> None:
-        """Free the slots on the device."""
         self.residency.close_slots()
         self._ring.close()
 
@@ -104,6 +103,5 @@ class WeightHomes:
         self.tiers.check_integrity()
 
     def close(self) -> None:
-        """Close slots and tiers."""
         self.close_slots()
         self.tiers.close()

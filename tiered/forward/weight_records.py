@@ -69,7 +69,6 @@ class WeightRecords:
         return list(self.layer.rows)
 
     def find(self, own: str) -> tuple[int, str] | None:
-        """See `ModelShape.place_of`."""
         return self.model.shape.place_of(own)
 
     def find_record(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, slice | None]:

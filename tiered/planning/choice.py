@@ -17,8 +17,8 @@ class Row(NamedTuple):
     """A row of `TABLE`.
 
     Attributes:
-        least_prompt: fewest tokens of the shortest prompt; from there on the policy was measured to answer as `none`.
-        least_blocks: fewest blocks of the answer; from there on the policy is the fastest.
+        least_prompt: fewest tokens of the shortest prompt at which the policy was measured to answer as `none`.
+        least_blocks: fewest blocks of the answer at which the policy is the fastest.
         policy: policy of such a call.
     """
 

@@ -34,7 +34,6 @@ class Equal:
     parts: int = 1
 
     def segments(self, parts: Parts) -> list[Segment]:
-        """See `Layout.segments`."""
         edges = np.flatnonzero(np.diff(parts, prepend=False, append=False)) * self.part_bytes
         return [Segment(start, start, stop - start) for start, stop in edges.reshape(-1, 2).tolist()]
 

@@ -46,7 +46,6 @@ class RecordBytes:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of a region."""
         return self.rows * self.row_bytes
 
     @property
@@ -61,7 +60,6 @@ class RecordBytes:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self.record_rows * self.row_bytes
 
     @property
