@@ -1,11 +1,11 @@
-"""The answers of experts in Triton, in four launches. The host reads nothing.
+"""Weighted sum of expert outputs in Triton, in four launches and without a host read.
 
-1. Pairs of a row and one of its experts are put in the order of the experts, and cut into tiles of 16 rows of one
-   expert. The grid has room for as many tiles as there can be; what is no tile ends at once.
-2. The gate of each tile, 3. its answers: every matrix is read where its address says, once for a tile.
-4. The sum of each row, its experts ascending, in float32 and without atomics.
+1. Pairs of a row and one of its experts are sorted by expert, and cut into tiles of 16 rows of one expert. The grid has
+   room for the most tiles possible; programs without a tile end at once.
+2. The gate of each tile, 3. its output. Every matrix is read at its address, once for a tile.
+4. The sum of each row over its experts, ascending, in float32 and without atomics.
 
-A row's answer takes the same operations in any place of any tile: its bits depend on no other row.
+A row's output takes the same operations at any place of any tile, so its bits depend on no other row.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from tiered.kernels.tile_product import tile_product
 from tiered.kernels.weight_product import tile_of, warps_of
 
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
-_CHUNK = 1024  # pairs that a program looks at, and elements that it adds, at once
+_CHUNK = 1024  # pairs that a program reads at once, and elements that it adds at once
 
 
-# Numbers that lie one behind the other are not specialised: where they begin varies with the rows.
+# Tables in one allocation are not specialised, because their alignment varies with the rows.
 @triton.jit(do_not_specialize=["order", "places", "tiles", "pairs"])
 def _align(experts, addresses, order, places, tiles, pairs, CHUNK: tl.constexpr):
-    """The pairs of one expert get their places behind those of the experts before it.
+    """The place of each pair: pairs are sorted by expert.
 
-    `order` gets the pair at each place, `places` the place of each pair, and `tiles` the program of its expert, the
-    first place and the place behind the last of each tile. Those of program n are numbered from n + (pairs of experts
-    before its own) / 16 on, so no two have one number.
+    `order` gets the pair at each place, and `places` the place of each pair. `tiles` gets three numbers of each tile:
+    the program of its expert, its first place, and the place behind its last. The tiles of program n start at number
+    n + (pairs of earlier experts) / 16, so no two tiles have the same number.
     """
     number = tl.program_id(0)
     expert = tl.load(addresses + number * 3)
@@ -65,8 +65,8 @@ def _expert_product(
     rows, order, tiles, addresses, product, picked, which, out,
     GATED: tl.constexpr, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile times the matrix `which` of its expert. GATED, they are rows of the model, and the matrix
-    is a gate of `out` rows before as many others; else `rows` has one for each place."""
+    """The rows of one tile times the matrix `which` of its expert. If GATED, they are rows of the model, and the matrix
+    is a gate of `out` rows followed by as many others. Otherwise `rows` has one for each place."""
     tile = tiles + tl.program_id(0) * 3
     number = tl.load(tile)
     if number >= 0:
@@ -120,7 +120,7 @@ def add_experts(
     (count, width), picked = rows.shape, picks.experts.shape[1]
     pairs = count * picked
     rows, experts, weights = (each.contiguous() for each in (rows, *picks))
-    # What is no tile, and the place of a pair with another expert, stay −1.
+    # Unused tiles, and the places of pairs with other experts, stay −1.
     sizes = scratch_numbers(pairs, len(only))
     order, places, tiles = torch.full((sum(sizes),), -1, dtype=torch.int32, device=rows.device).split(sizes)
     addresses = table.addresses(only, rows.device)

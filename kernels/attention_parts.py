@@ -1,4 +1,4 @@
-"""Parts of `block_attention` in Triton: rows as they are stored, and the soft cap."""
+"""Parts of `block_attention` in Triton: loads of stored rows, and the soft cap."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Form(NamedTuple):
 
 @triton.jit
 def soft_capped(scores, soft_cap):
-    """c · tanh(scores / c): Triton itself has no tanh. Next to 0 the series, for 1 − e⁻²ˣ would cancel there."""
+    """c · tanh(scores / c), because Triton has no tanh. Near 0 by its series, because 1 − e⁻²ˣ would cancel there."""
     x = scores / soft_cap
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
@@ -35,8 +35,9 @@ def soft_capped(scores, soft_cap):
 
 @triton.jit
 def rows_at(start, column, column_stride, element_stride, seen, ALIGNED: tl.constexpr, FORM: tl.constexpr):
-    """Rows of keys or values [FORM.keys, FORM.elements], twice; in NVFP4 their even elements, and the odd ones. Each
-    begins at a multiple of ALIGNED bytes, which is a hint here: the compiler drops hints on a helper's arguments."""
+    """Rows of keys or values [FORM.keys, FORM.elements], twice; in NVFP4 their even elements, and their odd ones. Each
+    begins at a multiple of ALIGNED bytes. The hint is here, because the compiler drops hints on a helper's
+    arguments."""
     at = column.to(tl.int64) * column_stride
     element = tl.arange(0, FORM.elements)
     own = seen[:, None] & (element < FORM.head_dim)[None, :]

@@ -9,12 +9,12 @@ from tiered.kernels.coded_rows import Heads, KeyValue
 def attention_scores(
     queries: Heads, keys: Float[Tensor, "batch kv_heads columns head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows columns"]:
-    """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Head h reads key head h //
-    (heads / kv_heads). Raises as `check_attention`."""
+    """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Query head h uses key head
+    h // (heads / kv_heads). Raises as `check_attention`."""
     check_attention(queries, keys)
     batch, heads, rows, head_dim = queries.shape
     kv_heads, columns = keys.shape[1:3]
-    # The heads that share keys are rows of one product: no key is repeated.
+    # Heads that share keys are rows of one product, so no key is repeated.
     grouped = queries.float().reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     scores = (grouped @ keys.float().transpose(-1, -2)).mul_(head_dim**-0.5)
     scores = scores.view(batch, heads, rows, columns)
@@ -25,7 +25,7 @@ def sink_scores(
     queries: Heads, sink_keys: Float[Tensor, "heads sinks head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows sinks"]:
     """`attention_scores` of the sinks. Every head has its own sinks, and all sequences share them. Raises `ValueError`
-    for sinks of other heads, or of another head_dim."""
+    if the sinks have another number of heads or another head_dim."""
     heads, _, head_dim = sink_keys.shape
     if queries.shape[1] != heads or queries.shape[3] != head_dim:
         raise ValueError(
@@ -36,7 +36,7 @@ def sink_scores(
 
 
 def capped(scores: Float[Tensor, "*pairs"], soft_cap: float | None) -> Float[Tensor, "*pairs"]:
-    """c · tanh(scores / c), in place; None: the scores as they are."""
+    """c · tanh(scores / c), in place; the scores unchanged if `soft_cap` is None."""
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 

@@ -1,12 +1,12 @@
-"""Books: how `block_attention` on CUDA cuts its work into programs, by sizes alone. Integers only."""
+"""Books: how `block_attention` on CUDA splits its work into programs, by sizes alone. Integers only."""
 
 from typing import NamedTuple
 
 from tiered.kernels.launch import RowTile
 from tiered.kernels.row_code import RowCode
 
-PROGRAMS = 264  # at a time: two a multiprocessor of an H100
-LEAST_COLUMNS = 256  # of a program: fewer do not pay for its start
+PROGRAMS = 264  # at a time: two for each multiprocessor of an H100
+LEAST_COLUMNS = 256  # of a program: fewer take less time than its start
 PLAIN_HEAD = 128  # elements; a tile of a wider head has fewer columns and rows
 MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers
 LEAST_COPY = 4  # bytes of a thread: shorter copies to shared memory go through registers
@@ -14,9 +14,9 @@ _FLOAT32 = 4
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program has at a time, its warps, and its tiles of columns under way. Tiles fit the
-    registers of the threads, and 99 KiB of shared memory. The exceptions are codes beside float32 in heads wider than
-    `PLAIN_HEAD`, and any float32 in heads of 512: products of float32 hold whole rows of both factors in registers."""
+    """Rows and columns of a program's tile, its warps, and its pipeline stages. Tiles fit the registers of the threads,
+    and 99 KiB of shared memory. There are two exceptions: codes with float32 queries in heads wider than `PLAIN_HEAD`,
+    and any float32 in heads of 512. Products of float32 hold whole rows of both factors in registers."""
 
     rows: int
     columns: int
@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | None) -> Tile:
-    """The tile of a head of `head_dim`, if the heads that share keys have `folded` rows together."""
+    """The tile for heads of `head_dim`, if the heads that share keys have `folded` rows together."""
     wide, widest, fp8 = head_dim > PLAIN_HEAD, head_dim > 2 * PLAIN_HEAD, code is RowCode.FP8
     if element_bytes == 2:
         rows = 16 if widest else 32 if wide or folded <= 32 else 64
@@ -41,16 +41,16 @@ def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | N
 
 
 def splits(tiles: int, length: int) -> int:
-    """Parts of `length` columns, each with programs of its own, where all of them in one would have `tiles` programs.
-    The order of a sum decides its last bits: so the number depends on sizes alone, not on the device."""
+    """Number of splits of `length` columns, if one split takes `tiles` programs. It depends on sizes alone, not on the
+    device, because the order of a sum decides its last bits."""
     return max(1, min(PROGRAMS // tiles, length // LEAST_COLUMNS))
 
 
 def partial_bytes(
     sequences: int, heads: int, kv_heads: int, rows: int, length: int, head_dim: int, *, element_bytes: int
 ) -> int:
-    """What the parts leave for their merge, at most, with up to `rows` rows of each of up to `sequences` sequences: of
-    each row and part a row of float32, its peak and its mass."""
+    """Most bytes of partial results for the merge, with up to `rows` rows of each of up to `sequences` sequences. Each
+    row and split has a float32 row, its peak and its mass."""
     most = length // LEAST_COLUMNS
     tile = tile_of(heads // kv_heads * rows, head_dim=head_dim, element_bytes=element_bytes, code=None)
     held = min(most * sequences * heads * rows, PROGRAMS * tile.rows) if most > 1 else 0
@@ -58,12 +58,12 @@ def partial_bytes(
 
 
 def elements_block(head_dim: int) -> int:
-    """Elements of a tile that holds whole heads; 16 is the least that a matrix product takes."""
+    """Elements of a tile that holds whole heads; a matrix product takes at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def elements(head_dim: int, code: RowCode | None) -> int:
-    """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
+    """Elements of a tile; of NVFP4, of its even or of its odd columns."""
     return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
 
 

@@ -19,7 +19,7 @@ from tiered.kernels.row_code import WORD, RowCode
 _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
 
 
-# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+# Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16.
 @triton.jit(
     do_not_specialize=[
         *("rows", "length", "span", "sinks"),
@@ -39,7 +39,7 @@ def _block_attention(
     CAPPED: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, STOPS: tl.constexpr,
     UPCAST: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    # The rows of all heads that share a key head are one matrix: a tile of keys and values is read once for all.
+    # Rows of all heads that share a key head are one matrix, so each tile of keys and values is read once.
     folded = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
     split = tl.program_id(1).to(tl.int64)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
@@ -47,7 +47,7 @@ def _block_attention(
     there = folded < group * rows
     head = kv_head * group + folded // rows
     row = folded % rows
-    # Elements of even columns and of odd ones are apart in NVFP4, as they come of its bytes; else there is one part.
+    # In NVFP4 even and odd elements are separate parts, as its bytes unpack; otherwise there is one part.
     parts: tl.constexpr = 2 if FORM.code == _NVFP4 else 1
     element = tl.arange(0, FORM.elements) * parts
     filled = element < FORM.head_dim
@@ -134,7 +134,7 @@ def _block_attention(
 def _merge_splits(
     totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits, HEAD_DIM: tl.constexpr, TILE: tl.constexpr
 ):
-    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
+    """totals [splits, sums, HEAD_DIM] with `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
     place = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     there = place < sums
     element = tl.arange(0, TILE.elements)
@@ -171,9 +171,9 @@ def block_attention(
     start: Int[Tensor, " batch #rows"] | None = None,
     stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
-    """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
+    """As in block_attention_ref.py. In products of 16-bit tensors the weights have 16 bits too."""
     code = checked_code(queries, keys, values)
-    if values is None:  # any will do, and these are in the cache
+    if values is None:  # the result is unused, and the keys are in the cache
         values, sink_values = keys, sink_keys
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
@@ -190,7 +190,7 @@ def block_attention(
     if count > 1:
         parts = torch.empty(count, *mixed.shape, dtype=torch.float32, device=queries.device)
         sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
-    # Where nothing is hidden the kernel reads no mask, and without sinks none; any pointer does.
+    # Without a mask or sinks the kernel reads neither, so any pointer serves.
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
     starts = queries if start is None else start.expand(batch, rows)
     stops = queries if stop is None else stop.expand(batch, rows)
@@ -221,18 +221,18 @@ def block_attention(
 
 
 def _memory(rows: Tensor | CodedRows) -> tuple[Tensor, int, int, int, int]:
-    """Where they are, and their strides; of rows in codes bytes, and words from one column to the next."""
+    """Their memory and strides. Of coded rows: bytes, and the stride between columns in words."""
     if isinstance(rows, Tensor):
         return rows, *rows.stride()
     batch, head, column, byte = rows.bytes.stride()
     if byte != 1 or any(number % WORD for number in (rows.bytes.data_ptr(), batch, head, column)):
-        raise ValueError(f"rows in {rows.code} must begin at whole words of {WORD} bytes, and have no gaps")
+        raise ValueError(f"rows in {rows.code} must begin at multiples of {WORD} bytes, and have no gaps")
     return rows.bytes, batch, head, column // WORD, byte
 
 
 def _alignment(rows: Tensor | CodedRows) -> int:
-    """Bytes that each row begins at a multiple of: a whole vector, unless the head or a slice is an odd one. Rows in
-    codes begin at whole words, whatever their number, so that one kernel serves all calls."""
+    """Bytes of which each row's address is a multiple: a whole vector, unless the head or a slice has an odd size.
+    Coded rows begin at whole words, whatever their number, so one kernel serves all calls."""
     if isinstance(rows, CodedRows):
         return WORD
     return gcd(VECTOR, rows.data_ptr(), *(number * rows.element_size() for number in rows.stride()[:3]))

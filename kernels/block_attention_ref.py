@@ -1,4 +1,4 @@
-"""Attention of some rows over keys and values, in codes or as they are, and its log-sum-exp: the oracle, in torch."""
+"""Attention of some rows over keys and values, coded or not, and its log-sum-exp: the oracle, in plain torch."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 from tiered.kernels.row_code import RowCode
 
-# 4 MiB of float32: scores exist for so many pairs of a row and a key at a time, or for one head of one sequence.
+# 4 MiB of float32: pairs of a row and a key whose scores exist at a time, or of one head of one sequence if more.
 PAIRS_AT_ONCE = 1 << 20
-CODED_AT_ONCE = 1024  # columns of rows in codes, which have values for so long as they are read
+CODED_AT_ONCE = 1024  # columns of coded rows that are decoded at a time
 
 
 def block_attention(
@@ -28,26 +28,26 @@ def block_attention(
     start: Int[Tensor, " batch #rows"] | None = None,
     stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
-    """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
-    float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
-    can be merged with these.
+    """softmax(scores) · v over the sinks and the columns that a row may see, in float32. A score is q·k / √head_dim.
+    Returned with it is the log-sum-exp of these scores, sinks included, by batch, head and row. It allows a merge with
+    attention over other columns.
 
     Args:
-        queries, keys, values: as stored, rotated. Head h reads key head h // (heads / kv_heads). Keys and values are
-            both as they are, or both in one code; of coded ones a part has values at a time. `values` is None for the
-            log-sum-exp alone: the rows that come out have no meaning.
-        soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
-        sink_keys, sink_values: learned tokens that every row attends to, as they are; None: there are none.
-        key_mask: False at columns that nothing may attend to.
+        queries, keys, values: as stored, rotated. Query head h uses key head h // (heads / kv_heads). Keys and values
+            are both uncoded, or both in one code; coded ones are decoded a part at a time. `values` is None if only the
+            log-sum-exp is needed: the returned rows have no meaning then.
+        soft_cap: c if a score s becomes c · tanh(s / c); None for no cap.
+        sink_keys, sink_values: learned tokens that every row attends to, uncoded; None for no sinks.
+        key_mask: False at columns that no row may attend to.
         start: the first column that each row may attend to; None for column 0.
         stop: the column behind the last that each row may attend to; None for no limit.
 
     Returns:
-        Rows, one after the other with all their heads in memory, so that joining heads copies nothing; those that may
-        attend to nothing at all, sinks included, are zeros. And `LogSumExp` [batch, heads, rows].
+        Attention by row. The heads of a row are contiguous in memory, so concatenating them copies nothing. A row that
+        may attend to no column and no sink is zero. And `LogSumExp` [batch, heads, rows].
 
     Raises:
-        ValueError: shapes that do not go together, or keys and values in different codes.
+        ValueError: shapes do not match, or keys and values are in different codes.
     """
     code = checked_code(queries, keys, values)
     batch, heads, rows, head_dim = queries.shape
@@ -56,8 +56,8 @@ def block_attention(
     columns = length if code is None else min(length, CODED_AT_ONCE)
     mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     whole = LogSumExp(*torch.empty(2, batch, heads, rows, device=queries.device))
-    # Rows count as the next power of two, so that few sizes of a part are to be booked. Keys of other dtypes are copied
-    # for a chunk: as many elements as there are pairs at the most.
+    # Row counts are rounded up to a power of two, so that few sizes of a chunk have to be booked. Keys of other dtypes
+    # are copied by chunk, with at most as many elements as there are pairs.
     least = 1 if code is None and keys.dtype == torch.float32 else -(-head_dim // sharing)
     pairs = sharing * max(1 << max(0, rows - 1).bit_length(), least) * max(1, columns)
     sequences = max(1, PAIRS_AT_ONCE // (kv_heads * pairs))
@@ -78,7 +78,7 @@ def block_attention(
 
 
 def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> RowCode | None:
-    """The code of keys and values; None: they are as they are. Raises as `block_attention`."""
+    """The code of keys and values; None if they are uncoded. Raises as `block_attention`."""
     check_attention(queries, keys)
     values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
@@ -100,11 +100,11 @@ def _mixed(
     columns: int,
     hidden: Bool[Tensor, "batch 1 #rows length"] | None,
 ) -> tuple[Heads, Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]]:
-    """`columns` of the keys at a time; last, the sinks. What stands in rows, and the peak and the mass of each."""
+    """Over `columns` of the keys at a time, and the sinks last: the sum by row, its peak and its mass."""
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
     scaled = queries.float() * head_dim**-0.5
-    # The heads that share keys are rows of one product: no key is repeated.
+    # Heads that share keys are rows of one product, so no key is repeated.
     folded = scaled.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     total, mass = torch.zeros_like(scaled), torch.zeros_like(scaled[..., :1])
     peak, sinks = torch.full_like(mass, -torch.inf), None
@@ -134,8 +134,8 @@ def _add_part(
     mass: Float32[Tensor, "batch heads rows 1"],
     total: Float32[Tensor, "batch heads rows head_dim"],
 ) -> Float32[Tensor, "batch heads rows 1"]:
-    """Add columns to `mass` and `total`, which are relative to `peak`; returns the peak that they are then relative
-    to."""
+    """Add columns to `mass` and `total`, which are relative to `peak`; returns the peak that they are relative to
+    afterwards."""
     scores = capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
@@ -164,7 +164,7 @@ def _hidden(
     start: Int[Tensor, " batch #rows"] | None,
     stop: Int[Tensor, " batch #rows"] | None,
 ) -> Bool[Tensor, "batch 1 #rows length"] | None:
-    """True at the columns that a row may not see; None where all see all."""
+    """True at the columns that a row may not see; None if every row sees all."""
     hidden = None
     if stop is not None or start is not None:
         column = torch.arange(length, device=device)

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the Triton kernel on a CUDA device, the plain torch reference everywhere else."""
+"""Which implementation of an op runs: the Triton kernel on a CUDA device, otherwise the plain torch reference."""
 
 import functools
 import importlib
@@ -15,8 +15,8 @@ R = TypeVar("R")
 
 
 def for_device(reference: Callable[P, R], device: torch.device) -> Callable[P, R]:
-    """The op `reference` (of a module `x_ref`) as it runs on `device`: the function of its name in module `x`, which
-    has the same signature, on CUDA with triton installed; else `reference` itself."""
+    """The implementation of the op `reference` (of a module `x_ref`) for `device`. On CUDA with triton installed it is
+    the function of the same name and signature in module `x`; otherwise `reference` itself."""
     return _triton(reference) if runs_kernels(device) else reference
 
 
@@ -41,7 +41,7 @@ def check_kernels(device: torch.device) -> None:
 
 def _launch_smallest(device: torch.device) -> None:
     one = torch.ones(1, 1, device=device)
-    _triton(silu_mul)(one, one).item()  # waits for the kernel, whose failure shows then
+    _triton(silu_mul)(one, one).item()  # waits for the kernel, so that its failure is raised here
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Rows in the codes of row_code.py, read as a tensor of rows can be: keys, values, or a weight."""
+"""Rows in the codes of row_code.py with the interface of a tensor of rows: keys, values, or a weight."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A tensor of rows in codes: its shape, parts of all dimensions but the last, and its values.
+    """A tensor of coded rows: its shape, slices of all dimensions but the last, and its values.
 
     Attributes:
         bytes: bytes of the rows.
@@ -37,7 +37,7 @@ class CodedRows:
     def of(
         cls, rows: Float[Tensor, "*rows elements"], code: Code, into: UInt8[Tensor, "*rows row_bytes"] | None = None
     ) -> "CodedRows":
-        """`rows` in `code`; their bytes go `into` memory without gaps, or None for memory of their own."""
+        """`rows` in `code`. Their bytes go `into` contiguous memory; None for newly allocated memory."""
         *count, elements = rows.shape
         coded = rows.new_empty(*count, code.row_bytes(elements), dtype=torch.uint8) if into is None else into
         _op(encode_rows, code, rows.device)(rows.flatten(0, -2), code, coded.view(-1, coded.shape[-1]))
@@ -65,12 +65,12 @@ class CodedRows:
         return values
 
 
-# Queries of rows, or what they read; keys, or values, as they are; and these, or the same in codes.
+# Queries of rows, or their attention; keys or values, uncoded; and the same, or coded.
 Heads = Float[Tensor, "batch heads rows head_dim"]
 Columns = Float[Tensor, "batch kv_heads length head_dim"]
 KeyValue = Columns | CodedRows
 
 
 def _op(reference: Callable[P, R], code: Code, device: torch.device) -> Callable[P, R]:
-    """The op for rows in `code`. No kernel writes or reads the codes of weights alone: plain torch does, once."""
+    """The op for rows in `code`. Codes of weights alone have no kernels; plain torch codes and decodes them."""
     return for_device(reference, device) if isinstance(code, RowCode) else reference

@@ -1,4 +1,4 @@
-"""Rows in codes back to values, each beside its base, in one Triton kernel."""
+"""Coded rows to values in one Triton kernel, each added to its base."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ BLOCK_ROWS = 4
 MOST_ELEMENTS = 1024  # of a row in a program
 
 
-# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+# Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["count", "size"], do_not_specialize_on_alignment=["numbers", "of_row", "places"])
 def _decode_rows(
     coded, numbers, bases, base_step, of_row, out, out_step, size, places, count, ROW: tl.constexpr, TILE: tl.constexpr
@@ -26,7 +26,7 @@ def _decode_rows(
     source = row
     if numbers is not None:
         source = tl.load(numbers + row, there, other=0)
-    # The compiler must know that rows are whole words, to load several codes at once.
+    # The hint that rows are whole words lets the compiler load several codes at once.
     start = coded + tl.multiple_of(source * ROW.row_bytes, [4])
     scale = row_scales(tl.load(start + ROW.scale_at, there, other=0))
     if ROW.fp8:
@@ -48,7 +48,7 @@ def _decode_rows(
     target = row
     if places is not None:
         target = tl.load(places + row, there, other=0)
-    # A row out of range is the caller's mistake; it must not reach memory beside `out`.
+    # A row out of range is a caller's error, but must not write outside `out`.
     own &= ((target >= 0) & (target < size))[:, None]
     tl.store(out + (target * out_step)[:, None] + element[None, :], values.to(out.dtype.element_ty), own)
 
@@ -61,8 +61,8 @@ def decode_rows(
     places: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
-    """As in decode_rows_ref.py, for the codes of `RowCode`. Triton takes a pinned host tensor for `coded` like one of
-    the device, by the address under which the device sees it, and raises ValueError for pageable memory."""
+    """As in decode_rows_ref.py, for the codes of `RowCode`. Triton takes a pinned host tensor for `coded` like one on
+    the device, by its address on the device. It raises ValueError for pageable memory."""
     elements, count = out.shape[1], len(coded) if numbers is None else len(numbers)
     if not count:
         return

@@ -1,5 +1,5 @@
-"""Rows in the codes of row_code.py back to values: the oracle, in plain torch, and what runs on the CPU; of weights on
-every device."""
+"""Rows in the codes of row_code.py to values: the oracle, in plain torch, used on the CPU. For the codes of weights it
+is used on every device."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -25,20 +25,20 @@ def decode_rows(
     places: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
-    """Write what `encode_rows` made of rows to `out[places]`; other rows stay as they are.
+    """Write the values of rows that `encode_rows` coded to `out[places]`; other rows stay unchanged.
 
-    With a scale in E8M0 the product of a code and its scales is exact; else it, and with a base its product and the
-    sum, are rounded to float32, and what comes of it to the dtype of `out`. So the same bytes give the same rows, bit
-    for bit, on every device and from whatever memory they are read.
+    With a scale in E8M0 the product of a code and its scales is exact. Otherwise it is rounded to float32. The product
+    with a base and the sum are rounded to float32 too, and results to the dtype of `out`. So the same bytes give the
+    same rows, bit for bit, on every device and from any memory.
 
     Args:
         coded: bytes of rows, on the device of `out` or in pinned host memory, which the Triton kernel reads over the
             bus.
         code: code of the rows.
-        out: rows contiguous.
+        out: contiguous rows.
         numbers: rows of `coded`, on its device; None for all, in order.
         places: distinct rows of `out`; None for its first n, in order.
-        base: what residuals were taken against; None for none.
+        base: bases of residuals; None if rows are not residuals.
     """
     elements = out.shape[1]
     for part in chunks(len(coded) if numbers is None else len(numbers), elements):
@@ -105,7 +105,7 @@ def _row_scales(rows: UInt8[Tensor, "n row_bytes"], code: Code, elements: int) -
 
 
 def _pair_values(codes: UInt8[Tensor, "n code_bytes"], values: tuple[float, ...]) -> Float32[Tensor, "n elements"]:
-    """The value of each code of 4 bits, two a byte and the even column low: `values` by code."""
+    """The value of each 4-bit code, two a byte with the even column low; `values` by code."""
     return _pairs(values, codes.device).index_select(0, codes.flatten().int()).view(torch.float32).view(len(codes), -1)
 
 
@@ -115,7 +115,7 @@ def _e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
 
 @functools.cache
 def _pairs(values: tuple[float, ...], device: torch.device) -> Int64[Tensor, "256"]:
-    """By code byte, its two values as the bits of two float32: one lookup serves two columns."""
+    """By code byte, its two values as the bits of two float32, so one lookup serves two columns."""
     of_code = torch.tensor(values, dtype=torch.float32, device=device)
     low, high = of_code.repeat(16), of_code.repeat_interleave(16)
     return torch.stack([low, high], dim=1).view(torch.int64).flatten()
@@ -123,5 +123,5 @@ def _pairs(values: tuple[float, ...], device: torch.device) -> Int64[Tensor, "25
 
 @functools.cache
 def _e4m3(device: torch.device) -> Float32[Tensor, "256"]:
-    """By E4M3 code, its value: on a CPU three times as fast as the conversion of torch."""
+    """By E4M3 code, its value: on a CPU three times as fast as torch's conversion."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()

@@ -11,7 +11,7 @@ from tiered.kernels.row_base import RowBase, base_arguments
 from tiered.kernels.row_bits import bf16_bits, bf16_values, e4m3_codes, encode_groups, magnitude_bits
 from tiered.kernels.row_code import WORD, Code, RowLayout
 
-TILE_ELEMENTS = 4096  # elements of a program, or those of one row
+TILE_ELEMENTS = 4096  # elements of a program, or those of one row if it has more
 THREAD_ELEMENTS = 16
 _BIAS, _LEAST, _LEAST_OF_TWO = tl.constexpr(BIAS), tl.constexpr(LEAST), tl.constexpr(LEAST_OF_TWO)
 _E2M1_MAX, _E4M3_MAX, _E4M3_NORMAL = tl.constexpr(E2M1_MAX), tl.constexpr(E4M3_MAX), tl.constexpr(E4M3_NORMAL)
@@ -21,8 +21,8 @@ _INFINITY = tl.constexpr(0x7F800000)  # its bits
 
 @triton.jit
 def _rounded_most(most):
-    """Sixteenths and exponent of float32 from 0 on, as in encode_rows_ref.py; numbers below the normal ones count as if
-    they were the least of those."""
+    """Sixteenths and exponent of float32 from 0 on, as in encode_rows_ref.py. Subnormals count as the smallest normal
+    number."""
     bits = most.to(tl.int32, bitcast=True)
     sixteenths = 8 + (((bits & 0x7FFFFF) + 0x7FFFF + ((bits >> 20) & 1)) >> 20)
     return tl.where(bits == 0, 0, sixteenths), tl.where(bits == 0, 0, (bits >> 23) - 126)
@@ -38,7 +38,7 @@ def _marked(exponent, most):
     return tl.where(most.to(tl.int32, bitcast=True) >= _INFINITY, _NOT_FINITE, exponent)
 
 
-# What varies from call to call compiles nothing: numbers of rows are parts of one table.
+# Arguments that vary between calls are not specialised: the row numbers are slices of one table.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers", "of_row"])
 def _encode_rows(
     values, row_stride, coded, numbers, bases, base_stride, of_row, count, ROW: tl.constexpr, TILE: tl.constexpr
@@ -51,7 +51,7 @@ def _encode_rows(
     target = row
     if numbers is not None:
         target = tl.load(numbers + row, there, other=0)
-    # The compiler must know that rows are whole words, to store several codes at once.
+    # The hint that rows are whole words lets the compiler store several codes at once.
     start = coded + tl.multiple_of(target * ROW.row_bytes, [4])
     end: tl.constexpr = ROW.row_bytes if bases is None else ROW.row_bytes - 2
     if bases is not None:

@@ -1,4 +1,4 @@
-"""Where the matrices of a layer's experts lie: those of one expert may be anywhere, or in no memory at all."""
+"""The matrices of a layer's experts, each at any address, or missing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,25 +12,25 @@ from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.host_values import on_device
 from tiered.kernels.row_code import VECTOR
 
-TILE_ROWS = 16  # rows of one expert that a program of a kernel takes: few of hundreds of experts get more in a step
+TILE_ROWS = 16  # rows of one expert in a program of a kernel: with hundreds of experts few have more in a step
 Matrix = Float[Tensor, "out inner"] | CodedRows
 
 
 @runtime_checkable
 class Matrices(Protocol):
-    """The matrix of every expert, perhaps cut only when it is asked for; None where an expert has none in this call."""
+    """The matrix of every expert, maybe sliced on access; None for an expert without one in this call."""
 
     def __getitem__(self, expert: int, /) -> Matrix | None: ...
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertTable:
-    """The matrices of one layer's experts, all of one dtype and code. They stay where they are.
+    """The matrices of one layer's experts, all of one dtype and code. They are never moved.
 
-    A kernel reads each where it lies, in one piece, on the device or in pinned memory of the host.
+    A kernel reads each at its own address. A matrix is contiguous, on the device or in pinned host memory.
 
     Attributes:
-        gate_up: matrix [2 · inner, width] of every expert: the rows of its gate, and of what the gate multiplies.
+        gate_up: matrix [2 · inner, width] of every expert: the rows of the gate, then those of the up projection.
         down: matrix [width, inner] of every expert.
     """
 
@@ -40,7 +40,7 @@ class ExpertTable:
 
     @classmethod
     def of_stacks(cls, gate_up: Matrix, down: Matrix, experts: int) -> "ExpertTable":
-        """The table of so many `experts`, whose matrices lie one behind the other in each stack."""
+        """The table of `experts` whose matrices are contiguous in each stack."""
         return cls(_Stack(gate_up, experts), _Stack(down, experts))
 
     def matrices(self, expert: int) -> tuple[Matrix, Matrix]:
@@ -51,9 +51,9 @@ class ExpertTable:
         return gate_up, down
 
     def addresses(self, only: Sequence[int], device: torch.device) -> Int64[Tensor, "only 3"]:
-        """The number of each expert in `only`, and where its two matrices begin, on `device`: made without a wait, and
-        kept for a next call with the same. Raises `ValueError` if an expert has no matrices, or one that does not begin
-        at a whole 16 bytes."""
+        """Number of each expert in `only` and the addresses of its two matrices, on `device`. Made without a wait, and
+        cached for a next call with the same arguments. Raises `ValueError` if an expert has no matrices, or one that
+        does not begin at a multiple of 16 bytes."""
         asked = device, *only
         if asked not in self._sent:
             numbers = torch.as_tensor(only)
@@ -61,21 +61,21 @@ class ExpertTable:
             if ((found[:, 1:] == 0) | (found[:, 1:] % VECTOR != 0)).any():
                 for expert in only:
                     self.matrices(expert)
-                raise ValueError(f"a matrix of an expert begins at no multiple of {VECTOR} bytes")
+                raise ValueError(f"a matrix of an expert does not begin at a multiple of {VECTOR} bytes")
             self._sent.clear()
             self._sent[asked] = on_device(found, device)
         return self._sent[asked]
 
 
 def scratch_numbers(pairs: int, experts: int) -> tuple[int, int, int]:
-    """Numbers, int32, by which a kernel puts so many pairs of a row and one of its experts in order: the pair at each
-    place, the place of each pair, and three of each tile that there can be."""
+    """Counts of int32 numbers with which a kernel sorts `pairs` by expert: one for each place, one for each pair, and
+    three for each possible tile. A pair is a row and one of its experts."""
     return pairs, pairs, 3 * (experts + pairs // TILE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Equal parts of `weight`, cut when they are asked for: to cut hundreds at every step would be slow."""
+    """Equal parts of `weight`, sliced on access, because slicing hundreds at every step would be slow."""
 
     weight: Matrix
     experts: int
@@ -86,7 +86,7 @@ class _Stack:
 
 
 def _addresses(matrices: Matrices, experts: Int64[Tensor, " only"]) -> Int64[Tensor, " only"]:
-    """0 where an expert has none."""
+    """Addresses; 0 for an expert without a matrix."""
     if isinstance(matrices, _Stack):
         return _bytes(matrices.weight).data_ptr() + experts * (matrices.weight.nbytes // matrices.experts)
     each = (matrices[expert] for expert in experts.tolist())

@@ -1,11 +1,11 @@
-"""How Triton kernels are started."""
+"""Launches of Triton kernels."""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-VECTOR = 16  # bytes that a thread loads or stores at once, at most
+VECTOR = 16  # most bytes that a thread loads or stores at once
 
 
 class RowTile(NamedTuple):
@@ -18,8 +18,8 @@ class RowTile(NamedTuple):
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, on: Tensor, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)` on the current stream of the device of `on`, whichever device is current.
 
-    Triton types a kernel as the Python function that it is written as, so no type checker can know what may be passed
-    to it, `num_warps` for one; here is the place where that is given up.
+    Kernels are untyped here: Triton types one as the Python function in its source, so type checkers would reject
+    options such as `num_warps`.
     """
     with torch.cuda.device_of(on):
         kernel[grid](*arguments, **options)

@@ -1,4 +1,4 @@
-"""A log-sum-exp as two numbers, so that large scores cost no precision and parts of columns can be merged."""
+"""A log-sum-exp as two numbers, so that large scores lose no precision and parts of columns can be merged."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class LogSumExp:
     """log Σ exp(score) over a set of columns: the largest score, and the sum relative to it.
 
-    One float32 number is good to 10⁻³ only at a score of 10⁴, and probabilities inherit the error.
+    One float32 number would be accurate only to 10⁻³ at a score of 10⁴, and probabilities inherit the error.
 
     Attributes:
         peak: the largest score; −inf for no column.
@@ -23,5 +23,5 @@ class LogSumExp:
 
 
 def finite(peak: Float32[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:
-    """`peak`, or the least number in place of −inf: −inf − (−inf) is no number."""
+    """`peak` with the least number in place of −inf, because −inf − (−inf) is NaN."""
     return peak.clamp_min(torch.finfo(peak.dtype).min)

@@ -42,5 +42,5 @@ def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zer
 
 
 def _warps(block: int) -> int:
-    """Warps of a program, each for 512 elements: a thread has 16 of them in registers."""
+    """Warps of a program, one for 512 elements: a thread has 16 of them in registers."""
     return min(max(block // 512, 1), 32)

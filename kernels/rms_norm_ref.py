@@ -11,10 +11,10 @@ def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zer
     """x / √(mean(x²) + eps) of each row x in float32, rounded to the dtype of `hidden`, times `weight`, rounded again.
 
     Args:
-        zero_centred: the scale is 1 + `weight`, in float32 too, so that the result is rounded once.
+        zero_centred: the scale is 1 + `weight`, in float32 too, so the result is rounded once.
 
     Raises:
-        ValueError: `weight` is of another width or dtype.
+        ValueError: `weight` has another width or dtype.
     """
     check_norm(hidden, weight)
     if zero_centred:
@@ -23,7 +23,7 @@ def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zer
 
 
 def check_norm(hidden: Hidden, weight: Float[Tensor, " width"]) -> None:
-    """Raise `ValueError` unless `weight` is of the width and dtype of `hidden`."""
+    """Raise `ValueError` unless `weight` has the width and dtype of `hidden`."""
     if weight.shape != hidden.shape[-1:] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight {tuple(weight.shape)} of {weight.dtype} does not fit hidden {tuple(hidden.shape)} of "

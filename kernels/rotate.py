@@ -1,4 +1,4 @@
-"""Heads of queries or keys rotated in Triton: each row finds its angles in the tables of all columns."""
+"""Heads of queries or keys rotated in Triton: each row looks up its angles in the tables of all columns."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from tiered.kernels.rotate_ref import Tables, check_rotation
 TILE_PAIRS = 512  # pairs of elements that a program rotates
 
 
-# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+# Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16.
 @triton.jit(
     do_not_specialize=["table_batch", "column_batch", "rows", "length"],
     do_not_specialize_on_alignment=["columns"],
@@ -34,7 +34,7 @@ def _rotate(
         column = tl.load(columns + batch * column_batch + row * column_row, there, other=0).to(tl.int64)
     pair = tl.arange(0, TILE.elements)[None, :]
     inside = there[:, None] & (pair < HALF)
-    # A column out of range is the caller's mistake; the kernel must not read memory beside the tables.
+    # A column out of range is a caller's error, but the kernel must not read outside the tables.
     known = inside & ((column >= 0) & (column < length))[:, None]
     angle_at = (batch * table_batch + column * table_row)[:, None] + pair
     cosine = tl.load(cos + angle_at, known, other=0.0)
@@ -60,11 +60,11 @@ def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch r
         return rotated
     tables, _, length, half = cos.shape
     tile = tile_of(half)
-    # Of rows that are all columns the kernel reads no numbers; any pointer does.
+    # If rows are all columns the kernel reads no column numbers, so any pointer serves.
     numbers = cos if columns is None else columns
     tensors, of_tables = (heads, cos, sin, numbers, rotated), (cos.stride(0) if tables > 1 else 0, cos.stride(2))
     arguments = *tensors, *heads.stride()[:3], *of_tables, *numbers.stride()[:2], rows, length
-    # Without fusion a product and a sum are rounded one by one, as in torch.
+    # Without fusion, product and sum are rounded separately, as in torch.
     options = {"HALF": half, "SCATTERED": columns is not None, "TILE": tile, "enable_fp_fusion": False}
     launch(_rotate, (triton.cdiv(rows, tile.rows), count, batch), *arguments, **options, on=heads)
     return rotated

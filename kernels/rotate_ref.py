@@ -10,15 +10,15 @@ Tables = Float32[Tensor, "tables 1 length half"]
 
 
 def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch rows"] | None = None) -> Heads:
-    """Element i of each head with element i + half of it, rotated in float32 by an angle of the row's, and rounded to
-    the dtype of `heads`.
+    """Elements i and i + half of each head, rotated in float32 by an angle of the row, and rounded to the dtype of
+    `heads`.
 
     Args:
-        cos, sin: of the angles of every column; one table for all sequences, or one for each, those of `heads` first.
-        columns: column of each row; None: the rows are all columns, in order.
+        cos, sin: of the angles of every column. One table for all sequences, or one for each, those of `heads` first.
+        columns: column of each row; None if the rows are all columns, in order.
 
     Raises:
-        ValueError: shapes that do not go together.
+        ValueError: shapes do not match.
     """
     check_rotation(heads, cos, sin, columns)
     if columns is not None:
@@ -29,7 +29,7 @@ def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch r
 
 
 def check_rotation(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch rows"] | None) -> None:
-    """Raise `ValueError` unless every row of `heads` has its angles in the tables."""
+    """Raise `ValueError` unless the tables have the angles of every row of `heads`."""
     batch, _, rows, head_dim = heads.shape
     tables, _, length, half = cos.shape
     if columns is None:

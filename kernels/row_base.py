@@ -1,4 +1,4 @@
-"""What the residuals of rows are taken against."""
+"""The bases that residuals of rows are relative to."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ class RowBase(NamedTuple):
     """One base for each row.
 
     Attributes:
-        bases: the bases, in the dtype in which they are kept for decoding.
-        of_row: number of each row's base.
+        bases: the bases, in the dtype that decoding uses.
+        of_row: index of each row's base.
     """
 
     bases: Float[Tensor, "bases width"]
@@ -26,10 +26,9 @@ class RowBase(NamedTuple):
     def projections(
         self, rows: Float[Tensor, "rows width"], part: slice, squares: Float64[Tensor, " bases"]
     ) -> BFloat16[Tensor, " rows"]:
-        """<row, base> / <base, base>, 0 where that is no number in BF16.
+        """<row, base> / <base, base> in BF16; 0 if that is not finite.
 
-        In float64, where the products are exact: whatever the order of the sum, BF16 gets the same number on every
-        device.
+        In float64, where the products are exact: in any order of the sum, every device rounds to the same BF16 number.
         """
         products = rows.double().mul_(self.taken(part)).sum(1)
         along = products / squares.index_select(0, self.of_row[part])
@@ -37,7 +36,7 @@ class RowBase(NamedTuple):
 
 
 def base_arguments(base: RowBase | None) -> tuple[Tensor | None, int, Tensor | None]:
-    """What a kernel takes of `base`: bases without gaps in a row, their stride, and the number of each row's."""
+    """A kernel's arguments for `base`: bases with contiguous rows, their stride, and the index of each row's base."""
     if base is None:
         return None, 0, None
     bases = base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()

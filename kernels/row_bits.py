@@ -1,9 +1,9 @@
 """Rows in the codes of row_code.py inside Triton kernels: arithmetic by bits, exact on every GPU.
 
-Before Hopper there is no E4M3 and before Blackwell no E2M1, and Triton's interpreter rounds FP8 and BF16 wrongly. A
-code's exponent and mantissa, put where those of a float32 begin, are its value times a power of two: its numbers below
-the normal ones become such of float32, so that one product serves all codes. Where codes are made, contraction to FMA
-has to be off.
+There is no E4M3 before Hopper and no E2M1 before Blackwell, and Triton's interpreter rounds FP8 and BF16 wrongly. So a
+code's exponent and mantissa are moved to those of a float32. The result is the code's value times a power of two.
+Subnormal codes become subnormal float32 numbers, so one product serves all codes. Kernels that encode must be compiled
+without contraction to FMA.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 from tiered.kernels.encode_rows_ref import E2M1_MAX, E4M3_MAX, E4M3_MIN, NOT_FINITE
 
 _E2M1_MAX, _E4M3_MAX, _E4M3_MIN = tl.constexpr(E2M1_MAX), tl.constexpr(E4M3_MAX), tl.constexpr(E4M3_MIN)
-_E4M3 = tl.constexpr(2.0**120)  # float32's bias of 127 over that of 7
-_E2M1 = tl.constexpr(2.0**126)  # and over that of 1
+_E4M3 = tl.constexpr(2.0**120)  # exponent: float32's bias of 127 minus 7
+_E2M1 = tl.constexpr(2.0**126)  # exponent: 127 minus 1
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _ONE = tl.constexpr(0x3F800000)  # bits of 1.0
 _EXPONENT = tl.constexpr(0x7F800000)  # bits of infinity
@@ -22,22 +22,24 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def row_scales(exponents):
-    """E8M0 as uint8, from 1 on, to float32; the mark of a row that was not finite to NaN."""
+    """uint8 E8M0, at least 1, to float32; the mark of a row that was not finite becomes NaN."""
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return tl.where(exponents == _NOT_FINITE, float("nan"), scale)
 
 
 @triton.jit
 def fp8_values(codes):
-    """E4M3 as uint8, no NaN, to float32."""
+    """uint8 E4M3 without NaN to float32."""
     bits = codes.to(tl.uint32)
     return (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * _E4M3
 
 
 @triton.jit
 def nvfp4_values(codes, block_scales, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """codes [ROWS, GROUPS, 8] and block scales [ROWS, GROUPS], uint8, with the float32 scale [ROWS] of each row → the
-    values of even columns and those of odd ones, float32 [ROWS, GROUPS · 8] each."""
+    """Values of even columns and of odd columns, float32 [ROWS, GROUPS · 8] each.
+
+    codes: uint8 [ROWS, GROUPS, 8]. block_scales: uint8 [ROWS, GROUPS]. scale: float32 [ROWS].
+    """
     factor = (scale[:, None] * e4m3_values(block_scales.to(tl.int32)))[:, :, None]
     pairs = codes.to(tl.uint32)
     even = (((pairs & 0x08) << 28) | ((pairs & 0x07) << 22)).to(tl.float32, bitcast=True) * _E2M1 * factor
@@ -53,8 +55,10 @@ def magnitude_bits(values):
 
 @triton.jit
 def encode_groups(values, scale, least, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """values [ROWS, GROUPS, 16] with the FP32 scale [ROWS] of each row → codes [ROWS, GROUPS, 8], two a byte, and
-    scales of groups [ROWS, GROUPS], `least` and more, as uint8."""
+    """Codes, uint8 [ROWS, GROUPS, 8], two a byte, and scales of groups, uint8 [ROWS, GROUPS], at least `least`.
+
+    values: [ROWS, GROUPS, 16]. scale: float32 [ROWS].
+    """
     amax = tl.max(magnitude_bits(values), axis=2).to(tl.float32, bitcast=True)
     wanted = tl.div_rn(tl.div_rn(amax, _E2M1_MAX), scale[:, None])
     block_scales = e4m3_codes(tl.minimum(tl.maximum(wanted, least), _E4M3_MAX))
@@ -66,14 +70,14 @@ def encode_groups(values, scale, least, ROWS: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def e4m3_values(codes):
-    """int32 codes, not negative nor NaN, to float32."""
+    """int32 codes, neither negative nor NaN, to float32."""
     normal = ((codes << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     return tl.where(codes < 8, codes.to(tl.float32) * _E4M3_MIN, normal)
 
 
 @triton.jit
 def bf16_bits(values):
-    """float32 to the bits of the nearest BF16, ties to even, as uint16; 0 where that is infinite or NaN."""
+    """float32 to the bits of the nearest BF16, ties to even, as uint16; 0 if that is infinite or NaN."""
     bits = values.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(magnitude_bits(values) < 0x7F7F8000, rounded, 0).to(tl.uint16)

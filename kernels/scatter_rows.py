@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tiered.kernels.launch import VECTOR, RowTile, launch
 
-TILE_ELEMENTS = 4096  # elements that a program moves: more of them do not fit its registers
+TILE_ELEMENTS = 4096  # elements that a program moves; more would not fit its registers
 WARPS = 8
 
 
-# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts. The
-# alignment of rows is an argument of its own, because rows in codes begin at whole words.
+# Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16. The
+# alignment of rows is an argument of its own, because coded rows begin at whole words.
 @triton.jit(
     do_not_specialize=[
         *("target_batch", "target_head", "target_column", "value_batch", "value_head", "value_row"),
@@ -37,7 +37,7 @@ def _scatter(
     column = tl.load(index + batch * index_batch + row * index_row, written, other=0).to(tl.int64)
     if MASKED:
         written &= tl.load(valid + batch * valid_batch + row * valid_row, written, other=0) != 0
-    # A column out of range is the caller's mistake; it must not reach memory beside the store.
+    # A column out of range is a caller's error, but must not write outside the store.
     written &= (column >= 0) & (column < length)
     element = tl.arange(0, TILE.elements)
     mask = written[:, None] & (element < elements)[None, :]
@@ -66,7 +66,7 @@ def scatter_rows(
     if values.numel() == 0:
         return
     tile = tile_of(elements)
-    # Without flags the kernel reads none; any pointer does.
+    # Without flags the kernel reads none, so any pointer serves.
     flags = index if valid is None else valid.view(torch.uint8)
     tensors = target, values, index, flags
     strides = [stride for tensor in tensors for stride in tensor.stride()]
@@ -82,7 +82,7 @@ def tile_of(elements: int) -> RowTile:
 
 
 def _alignment(rows: Tensor) -> int:
-    """Bytes that each row begins at a multiple of, no more than a row has in whole vectors or words: so all calls of
-    a model have the same."""
+    """Bytes of which each row's address is a multiple, at most a row's whole vectors or words, so that all calls of a
+    model agree."""
     nbytes = (number * rows.element_size() for number in (rows.shape[3], *rows.stride()[:3]))
     return gcd(VECTOR, rows.data_ptr(), *nbytes)

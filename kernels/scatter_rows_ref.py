@@ -12,11 +12,11 @@ def scatter_rows(
 ) -> None:
     """`target[b, :, index[b, r]] = values[b, :, r]` in place, for every valid row.
 
-    The columns of a sequence's valid rows are distinct; those of invalid rows may be anything in range.
+    The columns of a sequence's valid rows are distinct; those of invalid rows may be any in range.
     """
     if valid is not None and index.shape[1]:
-        # No host synchronisation, and no race: an invalid row repeats the write of its sequence's first valid row, or,
-        # where there is none, writes back what stands there.
+        # Without host synchronisation or race: an invalid row repeats the write of its sequence's first valid row. In a
+        # sequence without one it writes the stored values back.
         first = valid.int().argmax(dim=1, keepdim=True)
         columns = index.gather(1, first)
         standing = target.gather(2, _spread(columns, target))

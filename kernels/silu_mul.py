@@ -1,4 +1,4 @@
-"""The gate of an MLP in Triton: both branches are read once, and nothing but their product is written."""
+"""The gate of an MLP in Triton: both branches are read once, and only their product is written."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ def gated(x, y, DTYPE: tl.constexpr):
     return ((x / (1 + tl.exp(-x))).to(DTYPE).to(tl.float32) * y).to(DTYPE)
 
 
-# `total` is specialised: only where it is known to be a multiple of 16 are loads wide.
+# `total` is specialised, because loads are wide only if it is known to be a multiple of 16.
 @triton.jit
 def _silu_mul(gate, up, product, total, TILE: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

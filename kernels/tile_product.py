@@ -1,8 +1,7 @@
-"""Rows times a tile of a weight inside Triton kernels: a code is read once for a tile of rows, and becomes a value in
-registers.
+"""Rows times a tile of a weight inside Triton kernels. A code is read once for a tile of rows and decoded in registers.
 
-What a value's code and the scale of its group make is exact in 16 bits, but for int4; the scale of a row multiplies the
-sum. So sums are nearer to the truth than those of the oracles, which round every value to the dtype of the rows.
+The product of a code and the scale of its group is exact in 16 bits, except in int4. The scale of a row multiplies the
+sum. So sums are more accurate than those of the oracles, which round every value to the dtype of the rows.
 """
 
 import triton
@@ -13,10 +12,10 @@ from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values
 
 @triton.jit
 def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr):
-    """The sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`.
+    """Sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`.
 
-    `given` and `there` mask both. `weight` points to the weight's first byte, at a whole 16 of them. All is UPCAST to
-    float32 for the interpreter, which multiplies nothing of 16 bits.
+    `given` and `there` mask rows and outputs. `weight` points to the weight's first byte, at a multiple of 16. UPCAST
+    to float32 for the interpreter, which multiplies no 16-bit numbers.
     """
     start = weight + output * ROW.row_bytes
     total = tl.full([TILE.out, TILE.rows], 0.0, tl.float32)
@@ -40,7 +39,7 @@ def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPC
                 codes = tl.load(start[:, None] + column[None, :], own, other=0)
                 values = fp8_values(codes) if ROW.fp8 else codes.to(tl.int8, bitcast=True).to(tl.float32)
             total = tl.dot(values.to(hidden.dtype), tl.trans(hidden), total, input_precision="ieee")
-    if ROW.group != 0 and ROW.group != 32:  # all but raw values and int4
+    if ROW.group != 0 and ROW.group != 32:  # neither raw values nor int4
         scale = (start + ROW.scale_at).to(tl.pointer_type(tl.float32), bitcast=True)
         total *= tl.load(scale, there, other=0.0)[:, None]
     return total
@@ -48,8 +47,8 @@ def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPC
 
 @triton.jit
 def _pairs(start, first, there, ROW: tl.constexpr, TILE: tl.constexpr):
-    """Values of codes of 4 bits [TILE.out, TILE.inner / 2], from column `first` on: even columns, and odd ones; of
-    nvfp4 before the scale of the row."""
+    """Values of 4-bit codes [TILE.out, TILE.inner / 2], from column `first` on: even columns, and odd ones; of nvfp4
+    without the scale of the row."""
     groups: tl.constexpr = TILE.inner // ROW.group
     byte = first // 2 + tl.arange(0, TILE.inner // 2)
     own = there[:, None] & (byte < ROW.code_bytes)[None, :]

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["count"])
 def _weight_product(rows, coded, product, count, out, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr):
-    # Tiles of rows come first: programs at the same time share a tile of the weight, which caches then hold.
+    # Tiles of rows vary fastest, so concurrent programs share a tile of the weight in the caches.
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     output = (tl.program_id(1) * TILE.out + tl.arange(0, TILE.out)).to(tl.int64)
     given, there = row < count, output < out
@@ -35,7 +35,7 @@ def _weight_product(rows, coded, product, count, out, ROW: tl.constexpr, UPCAST:
 
 
 def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
-    """As in weight_product_ref.py, but contiguous. The weight begins at a whole 16 bytes."""
+    """As in weight_product_ref.py, but contiguous. The weight begins at a multiple of 16 bytes."""
     check_factors(rows, weight)
     rows, count, (out, inner) = rows.contiguous(), len(rows), weight.shape
     product = rows.new_empty(count, out)
@@ -49,7 +49,7 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 
 def tile_of(count: int, element_bytes: int) -> Tile:
-    """The tile for `count` rows: what fits the registers of its warps."""
+    """The tile for `count` rows that fits the registers of its warps."""
     return Tile(16, 32, 64) if element_bytes == 4 else Tile(min(128, max(16, triton.next_power_of_2(count))), 64, 64)
 
 

@@ -1,12 +1,12 @@
-"""Rows times a coded weight: the oracle, in plain torch, and what runs on the CPU."""
+"""Rows times a coded weight: the oracle, in plain torch, used on the CPU."""
 
 from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
 
-# Elements of the weight that exist as values at once, 4 MiB in float32: so many that an operation's start costs
-# nothing, so few that caches hold them from their making to their product.
+# Elements of the weight that are decoded at once, 4 MiB in float32: enough to amortise the start of an operation, and
+# few enough to stay in the caches until their product.
 TILE_ELEMENTS = 1 << 20
 
 
@@ -24,7 +24,7 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 
 def check_factors(rows: Float[Tensor, "n inner"], weight: CodedRows) -> None:
-    """Raise `ValueError` for rows of another width, dtype or device than the weight's."""
+    """Raise `ValueError` if width, dtype or device of the rows are not the weight's."""
     given, wanted = (rows.shape[1:], rows.dtype, rows.device), (weight.shape[1:], weight.dtype, weight.device)
     if given != wanted:
         raise ValueError(

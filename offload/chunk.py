@@ -1,4 +1,4 @@
-"""Memory of the host or the device, and who gives it back."""
+"""Memory of the host or the device, with its deallocation."""
 
 import os
 import weakref
@@ -15,14 +15,14 @@ from tiered.offload.fence import Event
 
 
 class Chunk:
-    """Bytes that are there until `free`, or until no reference to the chunk is left.
+    """Memory that is allocated until `free`, or until no reference to the chunk is left.
 
     Args:
         bytes: the memory.
         pinned: True if the device's copy engines reach it.
-        actual_bytes: bytes that the system gave up for it, rounding included.
+        actual_bytes: bytes that the system allocated, rounding included.
         earlier: ends with the accesses of earlier owners; None if there are none.
-        before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
+        before: called once before deallocation; never in a forked child, where CUDA is not usable.
         dropped: called instead of `before` if no reference is left and `free` was not called. None for `before`.
     """
 
@@ -42,28 +42,28 @@ class Chunk:
         self.earlier = () if earlier is None else (earlier,)
         self._before = partial(_in_process, os.getpid(), before)
         self._finalizer = weakref.finalize(self, _in_process, os.getpid(), dropped or before)
-        self._finalizer.atexit = False  # the system takes everything back then
+        self._finalizer.atexit = False  # at exit the system frees everything
 
     @property
     def bytes(self) -> UInt8[Tensor, " nbytes"]:
-        """The memory. Raises `ValueError` if it is freed."""
+        """The memory. Raises `ValueError` after `free`."""
         if self._bytes is None:
             raise ValueError("the chunk is freed")
         return self._bytes
 
     def lent(self, back: Callable[[], object], dropped: Callable[[], object] | None = None) -> "Chunk":
         """The same memory for a holder. Its `free` calls `back`. If the holder becomes garbage without `free`, as after
-        Ctrl-C, `dropped` is called in its place, in any thread; None for `back`."""
+        Ctrl-C, `dropped` is called instead, on any thread; None for `back`."""
         lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back, dropped=dropped)
         lent.earlier = self.earlier
         return lent
 
     def free(self) -> None:
-        """Give the memory back. A view keeps it mapped, but not pinned. May be called again."""
+        """Free the memory. A view keeps it mapped, but not pinned. May be called again."""
         if self._bytes is None:
             return
         if self._finalizer.detach() is not None:
-            self._before()  # the registration ends before the mapping does
+            self._before()  # the registration must end before the mapping
         self._bytes = None
 
 
@@ -75,8 +75,8 @@ def _in_process(process: int, action: Callable[[], object]) -> None:
 def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
     """A function that allocates chunks of the device's memory.
 
-    CUDA's allocator gives out memory again as soon as its owner drops it, although kernels on the current stream may
-    still use it. A copy on another stream has to wait for them, so the chunk has an event of the current stream.
+    CUDA's allocator reuses memory as soon as its owner drops it, although kernels on the current stream may still use
+    it. A copy on another stream has to wait for them, so the chunk has an event of the current stream.
 
     The function raises NoRoomError if the device has no memory left.
     """

@@ -1,7 +1,7 @@
 """Rows to bytes and back, in every codec.
 
-A row's bytes depend on the row and its centroid alone, and the row that comes back on its bytes and its centroid alone:
-where the bytes lay in between makes no difference to a single bit.
+A row's bytes depend only on the row and its centroid. The decoded row depends only on its bytes and its centroid. So
+results are bit for bit the same in every tier.
 """
 
 from jaxtyping import Float, Int64, UInt8
@@ -21,8 +21,8 @@ def encode(
     numbers: Int64[Tensor, " n"],
     base: RowBase | None,
 ) -> None:
-    """Write `rows` to the rows `numbers` of `out`, which are distinct. `base`: the centroid of each row; None for a
-    codec that needs none."""
+    """Write `rows` to the distinct rows `numbers` of `out`. `base`: the centroid of each row; None for a codec without
+    centroids."""
     if codec.code is None:
         out.view(rows.dtype).index_copy_(0, numbers, rows)
     else:
@@ -37,8 +37,8 @@ def decode(
     places: Int64[Tensor, " n"],
     base: RowBase | None,
 ) -> None:
-    """Write the rows `numbers` of `coded` to the rows `places` of `out`, which are distinct. `out` has the dtype of the
-    rows that were encoded. `base`: as for `encode`."""
+    """Write the rows `numbers` of `coded` to the distinct rows `places` of `out`. `out` has the dtype of the rows that
+    were encoded. `base` as in `encode`."""
     if codec.code is None:
         out.index_copy_(0, places, coded.view(out.dtype).index_select(0, numbers))
     else:

@@ -1,4 +1,4 @@
-"""Books: which bytes of one buffer are copied to where in another."""
+"""Books: spans of bytes to copy from one buffer to another."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -11,8 +11,8 @@ from tiered.offload.transport import Lane, Settled, Times
 
 
 class CudaClock:
-    """Places CUDA events on the host's clock. After an hour their distance from the first mark is exact to 0.25 ms;
-    the distance between two events of one job is exact to a microsecond, so it is measured directly."""
+    """Places CUDA events on the host's clock. An hour after the first mark, the distance to it is exact to 0.25 ms. The
+    distance between two events of one job is exact to a microsecond, so it is measured directly."""
 
     def __init__(self, device: torch.device) -> None:
         self._mark = mark(torch.cuda.current_stream(device))
@@ -20,20 +20,20 @@ class CudaClock:
         self._marked_at = time.monotonic_ns()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        """The end of `event`, which has ended, in ns of the host's clock."""
+        """End of the completed `event` in ns of the host's clock."""
         return self._marked_at + ns_between(self._mark, event)
 
 
 class CudaEvent:
-    """Ends when the device has done the job. `issued` is the host's part: it ends once the job is on its stream, or has
-    failed before."""
+    """Ends when the device has completed the job. `issued` is the host's part. It ends once the job is on its stream,
+    or has failed before."""
 
     __slots__ = ("_broken", "_clock", "arrival", "end", "issued", "start")
 
     def __init__(self, issued: HostEvent, clock: CudaClock | None = None) -> None:
         """`clock`: the clock of `times`; None if no caller reads them."""
         self.issued = issued
-        self.arrival: torch.cuda.Event | None = None  # of `wait`: when its stream got to it
+        self.arrival: torch.cuda.Event | None = None  # of `wait`: when its stream reached it
         self.start: torch.cuda.Event | None = None
         self.end: torch.cuda.Event | None = None
         self._clock = clock
@@ -56,8 +56,8 @@ class CudaEvent:
         submitted = self.issued.times.submitted
         if not self.done() or self.failed:
             return Times(submitted, None, self.issued.times.ended if self.issued.failed else None)
-        assert self.start is not None and self.end is not None, "what is on the stream has been marked"
-        assert self._clock is not None, "an event that has times has a clock"
+        assert self.start is not None and self.end is not None, "a job on a stream has marks"
+        assert self._clock is not None, "an event with times has a clock"
         if self.arrival is None:
             started = self._clock.ns(self.start)
         else:
@@ -70,16 +70,16 @@ class CudaEvent:
             return False
         if self.issued.failed:
             return True
-        assert self.end is not None, "what is on the stream has been marked"
+        assert self.end is not None, "a job on a stream has marks"
         try:
             return self.end.query()
-        except RuntimeError as error:  # the device is lost: nothing on it goes on
+        except RuntimeError as error:  # the device is lost, and its work has stopped
             self._broken = error
             return True
 
     def synchronize(self) -> None:
         self.issued.synchronize()
-        assert self.end is not None, "what is on the stream has been marked"
+        assert self.end is not None, "a job on a stream has marks"
         try:
             self.end.synchronize()
         except RuntimeError as error:
@@ -88,7 +88,7 @@ class CudaEvent:
 
 
 def end_of_stream(device: torch.device) -> CudaEvent:
-    """Ends with what is on the current stream of `device` now."""
+    """An event that ends with the present work of the current stream of `device`."""
     event = CudaEvent(HostEvent(None))
     event.issued.end(0)
     event.end = mark(torch.cuda.current_stream(device))
@@ -96,14 +96,14 @@ def end_of_stream(device: torch.device) -> CudaEvent:
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event at the end of what is on `stream` now."""
+    """An event at the present end of `stream`."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
 
 
 def ns_between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:
-    """Time between two events that have ended."""
+    """Time between two completed events."""
     return round(first.elapsed_time(second) * 1e6)
 
 

@@ -1,9 +1,9 @@
 """The transport of CUDA devices: a stream for each direction over the bus, threads for the disk.
 
-Copy engines carry all bytes over the bus. A kernel that gathers small records from pinned memory would take
-multiprocessors from the model. Published comparisons of the two (vLLM's on offloading keys and values) see the same
-speed in one direction, and the engines ahead in both directions at once and beside a model that computes. Records that
-lie side by side move as one copy. This choice rests on those publications; this project has not measured it on a GPU.
+Copy engines move all bytes over the bus. A kernel that gathers small records from pinned memory would take
+multiprocessors from the model. In published comparisons (vLLM's, on offloading keys and values) both are equally fast
+in one direction. Engines are ahead in both directions at once and beside a model that computes. Adjacent records move
+as one copy. This choice rests on those publications; this project has not measured it on a GPU.
 """
 
 import os
@@ -23,20 +23,20 @@ from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
 
 
 class CudaTransport(LaneTransport):
-    """FETCH and STORE go on streams of their own. A job that has to wait for the host or the disk is put on its stream
-    by the lane's thread, and so is whatever comes after it in the lane.
+    """FETCH and STORE have streams of their own. If a job waits for the host or the disk, the lane's thread puts it and
+    all later jobs of the lane on the stream.
 
-    The compute stream is the caller's current stream. It can wait only for what is on a stream already, so `wait`
-    blocks the host until that is so.
+    The compute stream is the caller's current stream. It can only wait for work that is on a stream already, so `wait`
+    blocks the host until then.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._pid = os.getpid()
-        # Priority 0 is the lowest there is: where both want an engine or a processor, the model's stream may be first.
+        # 0 is the lowest priority: if both need an engine or a multiprocessor, the model's stream may be first.
         self._streams = {lane: torch.cuda.Stream(device, priority=0) for lane in (Lane.FETCH, Lane.STORE)}
         self._clock = CudaClock(device)
-        # torch does not know that a copy of another stream still uses a tensor that its owner has dropped.
+        # torch does not know that a copy on another stream still uses a tensor that its owner has dropped.
         self._under_way: dict[Lane, deque[tuple[CudaEvent, Sequence[Copy]]]] = {lane: deque() for lane in self._streams}
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
@@ -73,7 +73,7 @@ class CudaTransport(LaneTransport):
         under_way = self._under_way[lane]
         while under_way and under_way[0][0].done():
             under_way.popleft()
-        with torch.inference_mode():  # a thread has a mode of its own, and either side may be an inference tensor
+        with torch.inference_mode():  # modes are by thread, and either side may be an inference tensor
             self._issue(event, self._streams[lane], partial(self._copy, lane, pieces), after)
         under_way.append((event, pieces))
         return event.nbytes
@@ -99,7 +99,7 @@ class CudaTransport(LaneTransport):
             try:
                 work()
             except BaseException:
-                stream.synchronize()  # the job ends with its failure, so nothing of it may go on
+                stream.synchronize()  # the job ends with its failure, so none of its copies may continue
                 raise
             event.end = mark(stream)
         return event.nbytes

@@ -10,8 +10,8 @@ import torch
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one. Raises `ValueError` for no such
-    kind of device, or a CUDA device that this machine lacks."""
+    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one. Raises `ValueError` for an
+    unknown kind of device, or a CUDA device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -24,15 +24,15 @@ def pick_device(device: str | torch.device) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (picked.index or 0) >= count:
             raise ValueError(f"device {device!r} is not there: this machine has {count} CUDA devices")
-        if picked.index is None:  # tensors say which, and a device without its number is unequal to theirs
+        if picked.index is None:  # tensors have an index, and a device without one is unequal to theirs
             return torch.device("cuda", torch.cuda.current_device())
     return picked
 
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Make `device` the current one within the block: contexts, handles of libraries and pinned memory belong to the
-    current device, wherever tensors are.
+    """Make `device` the current one within the block, because contexts, library handles and pinned memory belong to the
+    current device, not to that of tensors.
 
     On CUDA it also switches cuDNN's attention off, for the whole process and for good. cuDNN builds a plan for each
     number of rows, and its version changes answers. All threads share the switch, so restoring it at the end of a
@@ -72,8 +72,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """Seconds of the fastest of `rounds` calls of `work`, after one that does not count. On CUDA the device is idle
-    when a call begins, and has ended its work when the time is taken."""
+    """Seconds of the fastest of `rounds` calls of `work`, after a warm-up call. On CUDA the device is synchronised
+    before and after each call."""
     work()
     times = []
     for _ in range(rounds):
@@ -87,7 +87,7 @@ def best_seconds(work: Callable[[], object], device: torch.device, rounds: int =
 
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that this process may still allocate on the CUDA `device`, whose context exists: free bytes of the driver,
-    and bytes that torch's allocator keeps for later. None on the CPU."""
+    and cached bytes of torch's allocator. None on the CPU."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -101,5 +101,5 @@ def restart_allocator_peak(device: torch.device) -> None:
 
 
 def allocator_peak(device: torch.device) -> int | None:
-    """Bytes that torch's allocator held at most since `restart_allocator_peak`; None on the CPU, which counts none."""
+    """Peak bytes of torch's allocator since `restart_allocator_peak`; None on the CPU, which counts none."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

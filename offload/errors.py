@@ -1,11 +1,11 @@
-"""Errors of memory and copies. A message is formatted from the error's `args`, so that the error can be pickled."""
+"""Errors of memory and copies. A message is formatted from the error's `args`, so the error can be pickled."""
 
 
 class NoRoomError(RuntimeError):
     """A device, or the disk under a scratch file, has no room.
 
     Attributes:
-        needed: bytes that were asked for.
+        needed: bytes requested.
         available: free bytes.
         capacity: bytes of the device or the disk.
         what: name of the device or the file.
@@ -25,7 +25,7 @@ class PinError(RuntimeError):
     """The system refused to pin host memory.
 
     Attributes:
-        needed: bytes that were requested.
+        needed: bytes requested.
         message: the system's answer and the setting to change.
     """
 
@@ -38,8 +38,8 @@ class PinError(RuntimeError):
 
 
 class TransferError(RuntimeError):
-    """A copy failed, or its transport is gone (closed, dead, or left behind by a fork)."""
+    """A copy failed, or its transport is gone (closed, dead, or of the parent of a forked process)."""
 
 
 class CorruptRecordError(RuntimeError):
-    """A record read from disk is not what was written there: its checksum or size differs."""
+    """A record read from disk is not the one written there: its checksum or size differs."""

@@ -1,6 +1,6 @@
 """The events that an access to some bytes has to wait for: the transport law, in one place.
 
-Before a region is read, its last write must have ended; before it is written, its last write and every read since.
+A read of a region must wait for its last write. A write must wait for its last write and every read since.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,8 @@ class Event(Protocol):
 class Region(StrEnum):
     """The kind of bytes that a fence guards."""
 
-    FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, are used in and leave from
-    LOAD_SLOT = "load_slot"  # host ring that records from files pass
+    FETCH_SLOT = "fetch_slot"  # device ring in which records arrive, are used and are sent home
+    LOAD_SLOT = "load_slot"  # host ring that records from files pass through
     DEVICE_SLOT = "device_slot"  # memory of a record or of a layer that stays on the device
     HOST_SLOT = "host_slot"
     DISK_SLOT = "disk_slot"
@@ -40,7 +40,7 @@ class Fence:
     __slots__ = ("_reads", "_write", "region")
 
     def __init__(self, region: Region, earlier: Iterable[Event] = ()) -> None:
-        """`earlier`: events of accesses that are under way already."""
+        """`earlier`: events of accesses that have begun already."""
         self.region = region
         self._write: tuple[Event, ...] = tuple(earlier)
         self._reads: list[Event] = []
@@ -54,12 +54,12 @@ class Fence:
         return (*self._write, *self._reads)
 
     def reads(self, event: Event) -> None:
-        """A read has begun that ends with `event`."""
+        """Add a read that ends with `event`."""
         self._reads = [read for read in self._reads if not read.done()]
         self._reads.append(event)
 
     def writes(self, event: Event) -> None:
-        """A write has begun that ends with `event`. It waits for `before_write`, so later users wait for it alone."""
+        """Add a write that ends with `event`. It waits for `before_write`, so later accesses only wait for it."""
         self._write = (event,)
         self._reads = []
 

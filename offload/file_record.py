@@ -1,4 +1,4 @@
-"""A record whose bytes are in files of others, such as a checkpoint's: read when needed, never written."""
+"""A record whose bytes are in foreign files, such as a checkpoint's: read when needed, never written."""
 
 import os
 import weakref
@@ -14,8 +14,8 @@ from tiered.offload.fence import Fence, Region
 
 
 class ReadFile:
-    """A file that stays open for reading. Another file that later takes its name has no effect. Raises `OSError` if it
-    cannot be opened."""
+    """A file that stays open for reading, even if another file takes its name later. Raises `OSError` if it cannot be
+    opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class ReadFile:
         buffer = memoryview(into.numpy())
         try:
             done = moved(read_into, self._file.fileno(), buffer, offset)
-            changed = self._state() != self._then  # after the read, which a change may have come into
+            changed = self._state() != self._then  # checked after the read, because the file may change during it
         except OSError as error:
             raise TransferError(f"reading {self.path}: {error}") from error
         if changed or done < len(buffer):
@@ -42,7 +42,7 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """`nbytes` bytes from `offset` of a file, which are the bytes from `start` of a record."""
+    """`nbytes` bytes from `offset` of a file, which belong at `start` of a record."""
 
     file: ReadFile
     offset: int
@@ -52,7 +52,7 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRecord:
-    """A record of `nbytes` made of `pieces`; bytes in no piece are undefined. `fence` guards its reads."""
+    """A record of `nbytes` made of `pieces`; bytes outside all pieces are undefined. `fence` guards its reads."""
 
     nbytes: int
     pieces: Sequence[FilePiece]
@@ -66,7 +66,8 @@ class FileRecord:
 
 
 def moved(call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int) -> int:
-    """Bytes that `call`, a read or write of the system that may stop short, moved until all were, or it moved none."""
+    """Repeat `call`, a read or write of the system that may stop short, until it has moved all bytes or moves none.
+    Returns the bytes moved."""
     done = 0
     while done < len(data) and (count := call(descriptor, data[done:], offset + done)):
         done += count

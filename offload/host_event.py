@@ -9,7 +9,7 @@ from tiered.offload.transport import Lane, Times
 
 
 class HostEvent:
-    """Ends when the thread of the job calls `end` or `fail`. In a forked child, which has no such thread, an unfinished
+    """Ends when the thread of the job calls `end` or `fail`. A forked child has no such thread, so there an unfinished
     event has failed."""
 
     __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_nbytes", "_pid", "_started_at", "_submitted_at", "lane")
@@ -48,7 +48,7 @@ class HostEvent:
             raise TransferError(f"{self}: threads do not survive a fork; only the parent process sees its end")
         self._ended.wait()
         if self._failure is not None:
-            # A new one each time: raising one exception again and again lengthens its traceback.
+            # A new one each time, because raising one exception repeatedly lengthens its traceback.
             raise TransferError(self._failure) from self._cause
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ class HostEvent:
         self._ended.set()
 
     def fail(self, message: str, cause: BaseException | None) -> None:
-        """The job has failed; no effect if it has ended already."""
+        """End the event as failed; no effect if it has ended already."""
         if not self._ended.is_set():
             self._failure, self._cause = f"{self}: {message}", cause
             self._ended_at = time.monotonic_ns()

@@ -1,4 +1,4 @@
-"""Books: the directions that bytes move in."""
+"""Books: the directions of copying."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""A thread that runs jobs one after another, and never leaves one of them without an end."""
+"""A thread that runs jobs one after another and ends each of them."""
 
 import os
 import threading
@@ -11,8 +11,8 @@ from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
 from tiered.offload.transport import Settled
 
-# How long an idle thread sleeps before it looks whether the interpreter is ending. `atexit` is too late: the
-# interpreter joins all threads before it calls what is registered there.
+# Interval at which an idle thread checks whether the interpreter is ending. `atexit` is too late, because the
+# interpreter joins all threads before it calls the functions registered there.
 POLL_SECONDS = 0.25
 
 
@@ -24,13 +24,13 @@ def whole(event: Event) -> Event:
 class Job:
     """Work that begins when all of `after` has ended.
 
-    However it fails, its event ends no earlier than everything in `after`: a fence that holds this event alone relies
-    on that.
+    However the work fails, its event ends no earlier than everything in `after`, because a fence may hold only this
+    event.
 
     Attributes:
         event: ends with the job.
         work: returns the bytes that it moved.
-        after: what has to end first.
+        after: events that must end first.
         host_part: the part of an event that the host waits for before the work; the work itself waits for the rest.
     """
 
@@ -40,11 +40,11 @@ class Job:
     host_part: Callable[[Event], Event] = whole
 
     def ready(self) -> bool:
-        """Whether the host has nothing left to wait for."""
+        """True if the host need not wait for anything."""
         return all(self.host_part(event).done() for event in self.after)
 
     def run(self) -> None:
-        """Wait, work, and end the event. An `Exception` is the event's failure; anything worse is raised as well."""
+        """Wait, work, and end the event. An `Exception` fails the event; any other exception is also raised."""
         state = "not started, for what it waits for failed"
         try:
             for event in self.after:
@@ -61,7 +61,7 @@ class Job:
             self.event.end(nbytes)
 
     def fail(self, message: str, cause: BaseException) -> None:
-        """Fail, once everything in `after` is over."""
+        """Fail after everything in `after` has ended."""
         try:
             for event in self.after:
                 Settled(event).synchronize()
@@ -72,8 +72,8 @@ class Job:
 class LaneThread:
     """Runs jobs in the order of their submission on one thread, which starts with the first of them.
 
-    Where something worse than an `Exception` hits the thread, the lane is dead: it fails every job from then on, each
-    once all that the job waits for is over.
+    If an exception other than an `Exception` ends the thread, the lane is dead. It then fails every job, each after all
+    events that the job waits for have ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -86,14 +86,14 @@ class LaneThread:
         self._death: BaseException | None = None
 
     def check_open(self) -> None:
-        """Raise TransferError where the lane is closed, or belongs to the parent of a forked process."""
+        """Raise TransferError if the lane is closed, or belongs to the parent of a forked process."""
         if os.getpid() != self._pid:
             raise TransferError(f"{self._name}: threads do not survive a fork; make a new transport in this process")
         if self._closed:
             raise TransferError(f"{self._name}: closed; make a new transport")
 
     def submit(self, job: Job, *, here_if_ready: bool = False) -> None:
-        """Append `job`, or run it in this thread if `here_if_ready` allows it and nothing has to be waited for. Raises
+        """Append `job`, or run it in this thread if `here_if_ready` is set and no wait is needed. Raises
         `TransferError` if the lane is closed, in a forked child, or if the system starts no more threads."""
         self.check_open()
         with self._changed:
@@ -106,14 +106,14 @@ class LaneThread:
             self._changed.notify()
 
     def stop(self) -> None:
-        """Take no more jobs; the thread ends after those that it has."""
-        if os.getpid() == self._pid:  # in a child, the lock may be held by a thread that is not there
+        """Accept no more jobs; the thread ends after those that it has."""
+        if os.getpid() == self._pid:  # in a child, a thread that does not exist there may hold the lock
             with self._changed:
                 self._closed = True
                 self._changed.notify()
 
     def join(self) -> None:
-        """Wait for the thread's end; `stop` comes first."""
+        """Wait for the thread's end; call `stop` first."""
         if self._thread is not None:
             self._thread.join()
 
@@ -136,7 +136,7 @@ class LaneThread:
                 self._death = self._death or error
 
     def _run_first(self) -> bool:
-        """Run the first job; False where there will be none. Its references end with this call, not with the next."""
+        """Run the first job; False if no job will come. Its references end with this call, not with the next."""
         with self._changed:
             while not self._jobs:
                 self._closed = self._closed or not threading.main_thread().is_alive()

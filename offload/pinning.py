@@ -1,11 +1,11 @@
-"""How host memory is obtained, so that the device's copy engines reach it without a stop.
+"""Host memory that the device's copy engines reach asynchronously.
 
     cupy         cudaHostAlloc of the exact size, past cupy's pool, which rounds up to a power of two
     registered   a private mapping, touched and then registered with CUDA; whole pages
     pageable     ordinary memory: copies from it are not asynchronous on CUDA
 
-torch's pinned memory is not among them: its allocator rounds up to a power of two, and keeps freed blocks.
-cupy's own allocator stays as it is, because other code may rely on it.
+torch's pinned memory is not used: its allocator rounds up to a power of two, and keeps freed blocks.
+cupy's own allocator is not replaced, because other code may rely on it.
 """
 
 import errno
@@ -76,7 +76,7 @@ class CupyPinner(Pinner):
 
         with torch.cuda.device(self.device):
             pointer = pinned_memory.PinnedMemoryPointer(pinned_memory.PinnedMemory(nbytes), 0)
-        # The tensor holds the array, and the array the memory.
+        # The tensor references the array, and the array the memory.
         memory = torch.from_numpy(np.frombuffer(pointer, np.uint8, count=nbytes))
         return Chunk(memory, pinned=True, actual_bytes=nbytes)
 
@@ -96,8 +96,8 @@ class RegisteredPinner(Pinner):
         cudart = torch.cuda.cudart()
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A fork would share the pages copy-on-write, and the next write of ours would leave them to the child while
-        # the device still reads there. Without the first advice the child has no such pages at all.
+        # A fork would share the pages copy-on-write. Our next write would then move our pages, while the device still
+        # reads the old ones, now the child's. With the first advice the child has no such pages.
         if not _advise(mapping, _WIPE_ON_FORK):
             _advise(mapping, mmap.MADV_DONTFORK)
         if not _advise(mapping, _POPULATE_WRITE):

@@ -1,6 +1,6 @@
-"""Staging slots that records arrive in or leave from, used over and over in turn.
+"""Staging slots that records arrive in or leave from, reused in turn.
 
-Release does not wait: the device may still read a slot that is free in the books. So the next holder's fence starts
+`release` does not wait: the device may still read a slot that is free in the books. So the next holder's fence starts
 with the unfinished accesses, and its first write waits until they have ended or failed.
 """
 
@@ -15,8 +15,8 @@ from tiered.offload.transport import Settled
 
 
 class RingSlot:
-    """Slot number `index` from one acquire to its release. `fence` guards `bytes`; it has to know of every access
-    before `release`."""
+    """Slot number `index` from one acquire to its release. `fence` guards `bytes`; it must have every access before
+    `release`."""
 
     __slots__ = ("_ring", "bytes", "fence", "index")
 
@@ -27,13 +27,13 @@ class RingSlot:
         self._ring = ring
 
     def release(self) -> None:
-        """Give the slot back at once; accesses under way may go on. Raises `ValueError` if it was released before."""
+        """Give the slot back at once; unfinished accesses may go on. Raises `ValueError` if it was released before."""
         self._ring._release(self)
 
 
 class Ring:
-    """`slots` equal parts of the caller's `buffer`. Not for several threads. `earlier`: events of accesses that are
-    under way on the buffer (`Chunk.earlier`).
+    """`slots` equal parts of the caller's `buffer`. Not for several threads. `earlier`: events of unfinished accesses
+    to the buffer (`Chunk.earlier`).
 
     Raises:
         ValueError: fewer than one slot, a buffer that is not contiguous bytes, or one that does not divide into `slots`
@@ -59,7 +59,7 @@ class Ring:
         self._parts = buffer.view(slots, -1)
         self._fences = [Fence(region, earlier) for _ in range(slots)]
         self._holders: list[RingSlot | None] = [None] * slots
-        self._next = 0  # where the search begins: the slot that has rested longest, if it is free
+        self._next = 0  # the search begins at the slot that has been free longest, if it is free
 
     @property
     def held(self) -> int:
@@ -81,7 +81,7 @@ class Ring:
         return slot
 
     def settle(self) -> None:
-        """Block the host until no copy and no reader is under way in any slot."""
+        """Block the host until no copy and no read is unfinished in any slot."""
         settle(self._fences)
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
-"""A file without a name for records that are written once and read often, each with a checksum in memory.
+"""An unnamed file for records that are written once and read often, each with a checksum in memory.
 
-Reads and writes go through the page cache. The system may therefore hold written records in RAM that no budget of ours
-counts and that it gives up under pressure; and a read may be served from there, faster than the disk.
+Reads and writes go through the page cache. So the system may keep written records in RAM that our budget does not
+count, and drops them under memory pressure. A read from there is faster than the disk.
 """
 
 import errno
@@ -40,7 +40,7 @@ class ScratchSlot:
 
     def write(self, payload: UInt8[Tensor, " nbytes"]) -> int:
         """Write the record; blocks. Returns the bytes written. On any thread. Raises `TransferError` if the system
-        could not write. A disk that copies on write may be full all the same."""
+        could not write: a disk that copies on write may be full in spite of the reservation."""
         data = memoryview(payload.numpy())
         self._checksum = zlib.crc32(data)
         with self._file._using(f"writing {self}") as descriptor:
@@ -50,8 +50,8 @@ class ScratchSlot:
 
     def read(self, into: UInt8[Tensor, " nbytes"]) -> int:
         """Read the record into `into`, whose content is undefined after an error; blocks. Returns the bytes read. On
-        any thread. Raises `CorruptRecordError` if the bytes there are not those that were written, and `TransferError`
-        if the system could not read."""
+        any thread. Raises `CorruptRecordError` if the bytes differ from those written, and `TransferError` if the
+        system could not read."""
         data = memoryview(into.numpy())
         with self._file._using(f"reading {self}") as descriptor:
             count = moved(read_into, descriptor, data, self._offset)
@@ -62,7 +62,7 @@ class ScratchSlot:
         return count
 
     def release(self) -> None:
-        """Give the slot back; no access is under way."""
+        """Give the slot back; no access may be unfinished."""
         self._file._release(self)
 
     def __str__(self) -> str:
@@ -77,16 +77,16 @@ class ScratchFile:
     """Slots of one size in one file, which is as long as its last slot in use.
 
     The file has no name: it cannot clash with others, and it disappears with the process. Slots are written and read on
-    any thread, all else happens on the owner's. After a fork the file is the parent's.
+    any thread; all other methods are for the owner's. After a fork the file is the parent's.
 
     Args:
-        folder: where the file takes its room; may be a link to a folder.
+        folder: folder of the file; may be a link to one.
         slot_bytes: bytes of the largest record.
-        on_grow: gets the bytes before they are taken from the disk; raises to refuse.
-        on_shrink: gets the bytes that were given back, or that the disk refused after `on_grow`.
+        on_grow: called with the bytes before they are taken from the disk; raises to refuse.
+        on_shrink: called with the bytes that were given back, or that the disk refused after `on_grow`.
 
     Raises:
-        OSError: no file can be made there.
+        OSError: the file cannot be created.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ScratchFile:
         self._process = os.getpid()
         self._closed = False
         try:
-            # O_TMPFILE, which does not follow links, or else a new file with a random name that is unlinked at once.
+            # Uses O_TMPFILE, which does not follow links, or else a random name that is unlinked at once.
             self._file = TemporaryFile(buffering=0, prefix="tiered-", dir=os.path.realpath(folder))  # noqa: SIM115
         except OSError as error:
             raise self._named(error) from error
@@ -111,7 +111,7 @@ class ScratchFile:
         """A slot for a record of `nbytes`. May take bytes from the disk.
 
         Raises:
-            NoRoomError: the disk is full. What `on_grow` raises, likewise.
+            NoRoomError: the disk is full. Errors of `on_grow` are passed on.
             OSError: the system refuses to let the file grow.
             ValueError: closed, or `nbytes` is not 1 to `slot_bytes`.
         """
@@ -125,7 +125,7 @@ class ScratchFile:
         return slot
 
     def check_free(self, nbytes: int) -> int:
-        """Bytes that the disk has free, for all who write to it. Raises `NoRoomError` for fewer than `nbytes`."""
+        """Free bytes of the disk, shared by all writers. Raises `NoRoomError` if they are fewer than `nbytes`."""
         disk = os.fstatvfs(self._file.fileno())
         free = disk.f_bavail * disk.f_frsize
         if free < nbytes:
@@ -140,7 +140,7 @@ class ScratchFile:
             raise RuntimeError(f"the scratch file in {self.folder} of {found} bytes, booked {self.file_bytes}, {end}")
 
     def close(self) -> None:
-        """Give the file back to the disk. No `write` or `read` is under way. May be called again.
+        """Give the file back to the disk. No `write` or `read` may be unfinished. May be called again.
 
         A forked child's call leaves the file to the parent.
         """
@@ -153,8 +153,8 @@ class ScratchFile:
         self.file_bytes = 0
 
     def _grow(self) -> None:
-        """One more slot, booked before it is there and taken from the disk at once, so that no write finds it full. The
-        file stays as it is on an error."""
+        """Add a slot, booked first and taken from the disk at once, so that no write finds the disk full. An error
+        leaves the file unchanged."""
         self._on_grow(self.slot_bytes)
         descriptor, end = self._file.fileno(), self.file_bytes
         try:

@@ -1,8 +1,8 @@
-"""Books: what torch's caching allocator takes of a CUDA device for what it is asked for. Integers only.
+"""Books: bytes that torch's caching allocator reserves on a CUDA device for allocations. Integers only.
 
-It gives out blocks of whole 512 bytes. Those up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from
-segments of 20 MiB, and a larger block has a segment of its own, of whole 2 MiB (c10/cuda/CUDACachingAllocator.cpp).
-With expandable segments it takes less.
+It allocates blocks in multiples of 512 bytes. Blocks up to 1 MiB are cut from segments of 2 MiB, and blocks below
+10 MiB from segments of 20 MiB. A larger block has a segment of its own, a multiple of 2 MiB
+(c10/cuda/CUDACachingAllocator.cpp). With expandable segments it reserves less.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ _WHOLE = 2 << 20
 
 
 def reserved_bytes(sizes: Iterable[int]) -> int:
-    """Bytes of the segments of allocations of `sizes` bytes that are there at the same time. Those of different sizes
-    share no segment here; in the allocator they may."""
+    """Bytes of the segments of simultaneous allocations of `sizes` bytes. An upper bound: allocations of different
+    sizes share no segment here, but may in the allocator."""
     total = 0
     for block, count in Counter(-(-size // _BLOCK) * _BLOCK for size in sizes).items():
         if block >= _LARGE:

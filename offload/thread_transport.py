@@ -1,4 +1,4 @@
-"""Transports over threads of the host: what all of them share, and the one of CPU devices, where copies are
+"""Transports over threads of the host: their common base, and the transport of CPU devices. There copies are
 asynchronous, overlap and race as they do on a GPU."""
 
 import weakref
@@ -20,7 +20,7 @@ R = TypeVar("R")
 class LaneTransport:
     """`copy`, `run` and `close` on threads, each of which starts with its lane's first job.
 
-    `device`: the device that the lanes FETCH and STORE serve.
+    `device`: the device of the lanes FETCH and STORE.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,9 +64,9 @@ class LaneTransport:
         return total_bytes(pieces)
 
     def _copy_piece(self, lane: Lane, piece: Copy) -> None:
-        # numpy copies in this thread alone and releases the interpreter's lock. torch would start a team of OpenMP
-        # threads for each lane: with more threads than cores, every barrier of the caller's team waits for a thread
-        # that does not run.
+        # numpy copies in this thread only and releases the interpreter's lock. torch would start a team of OpenMP
+        # threads for each lane. With more threads than cores, every barrier of the caller's team would wait for a
+        # thread that does not run.
         np.copyto(piece.destination.numpy(), piece.source.numpy())
 
 

@@ -1,8 +1,8 @@
-"""The contract of transports, which carry bytes between the tiers.
+"""The contract of transports, which move bytes between the tiers.
 
-Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended. If one
-of them failed, the job fails too and never touches its destination; other jobs of the lane go on. `after` may mix
-events of any lane, of `wait`, and any other `Event`.
+Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended. If one of
+them failed, the job fails too and never writes to its destination; other jobs of the lane go on. `after` may mix events
+of any lane, of `wait`, and any other `Event`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from tiered.offload.lane import Lane
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One contiguous piece. Both sides belong to the caller, who keeps them alive and, by their fences, unchanged."""
+    """One contiguous piece. The caller owns both sides, keeps them alive and, by their fences, unchanged."""
 
     source: UInt8[Tensor, " n"]
     destination: UInt8[Tensor, " n"]
@@ -29,8 +29,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a job was submitted, when it started (its `after` had ended) and when it ended: ns of `time.monotonic_ns`,
-    None before that. For `wait`, `started - submitted` is the time that the compute stream waited for transfers.
+    """Times of a job's submission, its start (after all of `after`) and its end: ns of `time.monotonic_ns`, None before
+    that. For `wait`, `started - submitted` is the time that the compute stream waited for transfers.
     """
 
     submitted: int | None
@@ -62,7 +62,7 @@ class TransferEvent(Event, Protocol):
 
 
 class Settled:
-    """Ends with `event` and never fails: bytes that are about to be overwritten need their accesses to end, not to
+    """Ends with `event` and never fails. Before bytes are overwritten their accesses must end, but need not
     succeed."""
 
     __slots__ = ("event",)
@@ -80,30 +80,30 @@ class Settled:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries copies. Every method but `close` raises TransferError on a closed transport and in a forked child."""
+    """Moves bytes. Every method except `close` raises TransferError on a closed transport and in a forked child."""
 
     device: torch.device
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job before a byte has
+        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job before any byte has
         moved."""
         ...
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
         """Run host-side `work`, a file read or write, on the lane's thread, LOAD or SAVE. Never blocks. `work` returns
-        the bytes that it moved; an exception of it fails the job.
+        the bytes that it moved; its exception fails the job.
 
-        Raises `ValueError` for another lane. On a GPU those are streams, and the host's work has no order with them.
+        Raises `ValueError` for another lane: on a GPU those are streams, which do not order host work.
         """
         ...
 
     def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
-        """Let compute, which is the caller's current stream on CUDA, wait for `after`. The event ends once that and
-        what compute was given before have ended. If something in `after` failed, the event fails."""
+        """Let compute, which is the caller's current stream on CUDA, wait for `after`. The event ends once `after` and
+        all earlier work of compute have ended. It fails if an event in `after` failed."""
         ...
 
     def close(self) -> None:
-        """Wait for all jobs and stop all threads. A second call does nothing, and no call does in a forked child."""
+        """Wait for all jobs and stop all threads. No effect when called again, or in a forked child."""
         ...
 
 

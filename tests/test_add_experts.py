@@ -139,7 +139,7 @@ def test_addresses_are_those_of_the_matrices():
     assert ExpertTable(every, every).addresses([3], device).tolist() == [[3, *[every[3].data_ptr()] * 2]]
     with pytest.raises(ValueError, match="expert 0 has no matrices in this call"):
         ExpertTable(every, every).addresses([0, 3], device)
-    with pytest.raises(ValueError, match="begins at no multiple of 16 bytes"):
+    with pytest.raises(ValueError, match="does not begin at a multiple of 16 bytes"):
         ExpertTable(every, every).addresses([3, 4], device)
 
 

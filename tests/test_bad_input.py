@@ -109,7 +109,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         together(removed(SECOND), folder(SECOND)), FileNotFoundError, ["1 of 2 shards", SECOND],
     ),
     "single file is a directory": (
-        together(removed(INDEX), folder("model.safetensors")), ValueError, ["model.safetensors is no file"],
+        together(removed(INDEX), folder("model.safetensors")), ValueError, ["model.safetensors is not a file"],
     ),
     **{
         f"index names {name!r}": (

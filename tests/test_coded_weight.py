@@ -261,5 +261,5 @@ def test_codes_are_made_of_what_the_dtype_holds(write_checkpoint: Callable[..., 
     coded = checkpoint.read(name, dtype=torch.bfloat16, device=device, code=INT4)
     assert isinstance(raw, Tensor) and isinstance(coded, CodedRows)
     assert torch.equal(coded.bytes, CodedRows.of(raw, INT4).bytes) and coded.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"ln_f.weight \[32\] is no matrix, which int4 is for"):
+    with pytest.raises(ValueError, match=r"ln_f.weight \[32\] is not a matrix, so int4 does not fit it"):
         checkpoint.read("model.transformer.ln_f.weight", dtype=torch.bfloat16, device=device, code=INT4)

@@ -137,7 +137,9 @@ def test_every_room_is_on_the_page():
 def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("tiered.models.locate.EMBEDDED_MODELS", {"embedded-blocks": tmp_path})
-    with pytest.raises(ValueError, match=r"^the weights of 'embedded-blocks' are in the source tree .* --editable \."):
+    with pytest.raises(
+        ValueError, match=r"^the weights of 'embedded-blocks' are only in the source tree.* --editable \."
+    ):
         checkpoint_directory("embedded-blocks")
 
 

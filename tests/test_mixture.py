@@ -334,7 +334,7 @@ def longer(weights: dict[str, Tensor]) -> None:
     ("change", "message"),
     [
         (without, r"1 missing: model.layers.1.mlp.experts.5.up_proj.weight"),
-        (doubled, r"6 weights are there twice, .* model.layers.2.mlp.experts.0.down_proj.weight"),
+        (doubled, r"6 weights are there both .* model.layers.2.mlp.experts.0.down_proj.weight"),
         (one_too_many, r"1 unexpected: model.layers.1.mlp.experts.6.up_proj.weight"),
         (longer, r"model.layers.1.mlp.expert_bias \[7\] instead of \[6\]"),
     ],

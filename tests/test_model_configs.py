@@ -349,7 +349,7 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (DREAM, {"attention_bias": False}, "attention_bias = False"),
         # What the official forward of a family reads, with a value for which it computes something else.
         *(
-            (LLADA, {key: value}, rf"the LLaDA forward does not have: {key} = {value!r} \(allowed: ")
+            (LLADA, {key: value}, rf"forward does not implement settings of config.json: {key} = {value!r} \(allowed: ")
             for key, value in {
                 "activation_type": "swiglu",
                 "alibi": True,

@@ -78,7 +78,7 @@ def run(runtime: tiered.Runtime, call: Call) -> tiered.GenerationOutput:
     )  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*positions, of which the model was trained")
+@pytest.mark.filterwarnings("ignore:.*positions, but the model was trained")
 @pytest.mark.parametrize(
     "seed", [*range(CASES), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(CASES, 400))]
 )

@@ -287,13 +287,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no schemes": ({"quantization": FP8 | {"config_groups": {"FP8": ["Linear"]}}}, "config_groups = "),
     "activations alone": (
         {"quantization": FP8 | {"config_groups": {"g": {"weights": None}}}},
-        "weights = None in g, activations alone",
+        "weights = None in g, only activations",
     ),
     "asymmetric": ({"quantization": compressed(8, "int", "channel", symmetric=False)}, "symmetric = False"),
     "groups of 128": ({"quantization": compressed(4, "int", "group", 128)}, r"\(4, 'int', 'group', 128\) in group_0"),
     "blocks": ({"quantization": compressed(8, "float", "block")}, r"\(8, 'float', 'block', None\)"),
     "a list of bits": ({"quantization": compressed(8, "float", "tensor", num_bits=[8])}, r"\(\[8\], 'float'"),
-    "no codes": ({"layout": lambda weight: ({".weight": weight}, None, weight)}, "the files hold none in codes"),
+    "no codes": ({"layout": lambda weight: ({".weight": weight}, None, weight)}, "no weight in the files is coded"),
     "no scale": ({"change": {f"{Q}.weight_scale": lambda _: None}}, f"F32, F16, BF16: {Q}.weight F8_E4M3"),
     "scales of another shape": (
         {"change": {f"{Q}.weight_scale": lambda scale: scale[1:].clone()}},

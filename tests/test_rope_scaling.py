@@ -172,7 +172,7 @@ class TestCalls:
         with pytest.raises(ValueError, match=r"308 positions; the model was made for 256 .*rope_scaling = 'ntk:2'"):
             tiered.from_pretrained(folder, device="cpu").generate(IDS, max_new_tokens=8)
         runtime = tiered.from_pretrained(folder, device="cpu", policy="fast_dllm_dual", rope_scaling="yarn:2")
-        with pytest.warns(UserWarning, match="308 positions, of which the model was trained on 256") as told:
+        with pytest.warns(UserWarning, match="308 positions, but the model was trained on 256") as told:
             out = runtime.generate(IDS, max_new_tokens=8, block_length=4)
         assert out.sequences.shape == (1, 308) and told[0].filename == __file__
         with pytest.raises(ValueError, match="516 positions; the model was made for 512"):

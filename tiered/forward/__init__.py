@@ -1,1 +1,1 @@
-"""The only way through the layers, and the stores of what it leaves: resident, or streamed from the host tier."""
+"""The only path through the layers, and its feature stores: resident, or streamed from the host tier."""

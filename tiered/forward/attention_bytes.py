@@ -1,7 +1,7 @@
-"""Books: the bytes that it takes to keep a block's attention in the last layer and to compare it with the next step's.
+"""Books: bytes for keeping a block's attention in the last layer and comparing it with the next step's.
 
-The comparison goes over some sequences and heads at a time, as many as fit the room that a part of a full refresh takes
-anyway. So it adds the kept rows to a call, and temporaries only where a single head exceeds that room.
+The comparison goes over a chunk of sequences and heads at a time. The chunk fits the room that a part of a full refresh
+takes anyway. So the call grows by the kept rows, and by temporaries only if a single head exceeds that room.
 """
 
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from tiered.core.features import Account
 from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
-# Tensors of the size of a chunk that `divergence_terms` holds at its peak, with both log-probabilities and its masks.
+# Chunk-sized tensors that `divergence_terms` holds at its peak, both log-probabilities and its masks included.
 _COMPARED = 8
-# For each pair of a needed row and one of the step: whether they are the same, as two masks and an integer.
+# For each pair of a needed row and a row of the step: two masks and an integer that say whether they are the same.
 _MATCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionChunk:
-    """What is compared at a time.
+    """Sequences and heads that are compared at a time.
 
     Attributes:
-        sequences: sequences; 1 where not all heads go together.
-        heads: query heads of each: a multiple of those that share keys, or a divisor.
+        sequences: sequences of a chunk; 1 if a chunk has only some of the heads.
+        heads: query heads of each sequence: a multiple or a divisor of the number that share keys.
         temporaries: bytes of the temporaries, on the device.
     """
 
@@ -33,7 +33,7 @@ class AttentionChunk:
 
 
 def attention_rows(sizes: CallShape) -> list[Buffer]:
-    """The rows that are kept, as log-probabilities, and the shift of each."""
+    """Log-probabilities of the kept rows, and the shift of each row."""
     shape, rows = sizes.shape, (sizes.batch, sizes.block_length)
     kept = (sizes.batch, shape.heads, sizes.block_length, sizes.context + shape.sink_tokens)
     return [
@@ -43,15 +43,15 @@ def attention_rows(sizes: CallShape) -> list[Buffer]:
 
 
 def attention_chunk(sizes: CallShape, *, rows: int, room: int) -> AttentionChunk:
-    """As much as `room` bytes of temporaries allow, and one head of one sequence at the least. `rows` of all sequences
-    pass a layer at a time."""
+    """The largest chunk whose temporaries fit into `room` bytes, and at least one head of one sequence. `rows` of all
+    sequences together pass a layer at a time."""
     shape, sequences, context, block_length = sizes.shape, sizes.batch, sizes.context, sizes.block_length
     element = sizes.element
     query_width = shape.heads * shape.head_dim
-    # The layer's normed rows and their queries, the block's queries among them, and where its rows stand.
+    # Normed rows of the layer, their queries, the queries of the block, and the matches of its rows.
     fixed = rows * (shape.width + query_width) * element + block_length * rows * _MATCHED
     fixed += sequences * block_length * query_width * element
-    # By head: scores and what they turn into, and queries in float32. Heads that share keys share those in float32 too.
+    # By head: scores and the tensors made of them, and float32 queries. Heads that share keys share float32 keys too.
     by_head = _FLOAT32 * block_length * (_COMPARED * (context + shape.sink_tokens) + shape.head_dim)
     keys = _FLOAT32 * context * shape.head_dim if sizes.dtype != "float32" else 0
     sharing = shape.heads // shape.kv_heads

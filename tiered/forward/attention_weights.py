@@ -1,6 +1,6 @@
-"""Attention weights themselves, for what looks at them: some rows' softmax of q·k with cap, sinks and masks.
+"""Attention weights as a tensor, for analysis and commit rules: softmax of q·k of some rows with cap, sinks and masks.
 
-Attention proper makes none. Where many rows are asked for, `chunks` bounds how many weights exist at a time.
+Attention itself materialises none. For many rows `chunks` bounds the weights that exist at a time.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ def masked_scores(
     stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:
-    """q·k / √head_dim of keys and of sinks, −inf at keys that are masked; `stop` as in `Limits`.
+    """q·k / √head_dim of keys and of sinks, −inf at masked keys; `stop` as in `Limits`.
 
-    `exact`: products in float32. Else in the dtype of the arguments: a float32 copy of all keys takes longer than the
-    attention itself.
+    `exact`: products in float32. Otherwise in the dtype of the arguments, because copying all keys to float32 takes
+    longer than the attention itself.
     """
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
@@ -54,7 +54,7 @@ def attention_weights(
     stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows"] | None]:
-    """What the softmax of `masked_scores` gives each key, and all sinks together; a row must see a key."""
+    """Softmax of `masked_scores`: the weight of each key, and of all sinks together. Every row must see a key."""
     scores, sinks = masked_scores(
         queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, stop=stop, exact=exact
     )
@@ -73,8 +73,8 @@ def attention_weights(
 def chunks(
     batch: int, heads: int, kv_heads: int, rows: int, *, sequences: int, heads_at_once: int, rows_at_once: int
 ) -> Iterator[tuple[slice, slice, slice, slice]]:
-    """Slices of sequences, query heads, their key heads and rows that go at a time; `heads_at_once` is a multiple of
-    the heads that share keys, or a divisor."""
+    """Slices of sequences, query heads, their key heads and rows of one chunk after another. `heads_at_once` is a
+    multiple or a divisor of the number of heads that share keys."""
     sharing = heads // kv_heads
     for first in range(0, batch, sequences):
         some = slice(first, first + sequences)

@@ -1,9 +1,9 @@
-"""Books: the chunks of a feature, and where their bytes lie in the home and in the slot of a layer.
+"""Books: the chunks of a feature, and their bytes in the home and in the slot of a layer.
 
 A home has the layout of its slot, which is that of a resident layer: [sequences, heads, columns] rows. So readers
-compute the same bits from a slot, a layer that was written in full is one copy, and a span of columns is one copy a
-head and sequence, of no more bytes than were written. A chunk is `chunk_rows` columns of one sequence, the last of a
-sequence maybe fewer; it is the part of a record.
+compute the same bits from a slot. A layer that was written in full is one copy. A span of columns is one copy for each
+head and sequence, of no more bytes than were written. A chunk is `chunk_rows` columns of one sequence, or fewer at its
+end; it is the part of a record.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from tiered.offload.copy_segments import Segment, merge_neighbours
 from tiered.tiers.parts import Parts
 
-GAP_BYTES = 16 << 10  # of one head: a copy takes longer than these bytes would
+GAP_BYTES = 16 << 10  # of one head: below this, moving the bytes of a gap is faster than a second copy
 
 
 @dataclass(eq=False, slots=True)
@@ -23,10 +23,10 @@ class Chunks:
     """The layout of every layer of a feature.
 
     Attributes:
-        sequences, heads, columns: of a home.
+        sequences, heads, columns: size of a home.
         row_bytes: bytes of a row of one head.
         chunk_rows: columns of a chunk.
-        homes: sequence in the home of each sequence in a slot.
+        homes: for each sequence in a slot, its sequence in the home.
     """
 
     sequences: int
@@ -41,28 +41,28 @@ class Chunks:
 
     @property
     def each(self) -> int:
-        """Chunks of one sequence."""
+        """Number of chunks of one sequence."""
         return -(-self.columns // self.chunk_rows)
 
     @property
     def parts(self) -> int:
-        """Chunks of a layer, sequence after sequence as they lie in the home."""
+        """Number of chunks of a layer. Their order is that of sequences in the home."""
         return self.sequences * self.each
 
     def keep(self, sequences: Sequence[int]) -> None:
-        """Let slots have these of their sequences alone (ascending). Slots are empty."""
+        """Keep only these `sequences` of the slots (ascending). The slots must be empty."""
         self.homes = [self.homes[sequence] for sequence in sequences]
 
     def of(self, sequences: int) -> Parts:
-        """All chunks of the first so many sequences."""
+        """All chunks of the first `sequences`."""
         return self.touched(np.ones((sequences, self.columns), dtype=bool))
 
     def touched(self, columns: Bool[np.ndarray, "sequences columns"]) -> Parts:
-        """Chunks with one of the `columns` of the first sequences."""
+        """Chunks with at least one of the `columns` of the first sequences."""
         return self._parts(np.any(self._by_chunk(columns, False), axis=2))
 
     def covered(self, columns: Bool[np.ndarray, "sequences columns"]) -> Parts:
-        """Chunks with all of their columns among these."""
+        """Chunks whose columns are all among `columns`."""
         return self._parts(np.all(self._by_chunk(columns, True), axis=2))
 
     def columns_of(self, parts: Parts, sequences: int) -> Bool[np.ndarray, "sequences columns"]:
@@ -87,8 +87,8 @@ class Chunks:
     def joined(
         self, columns: Bool[np.ndarray, "sequences columns"], parts: Parts
     ) -> Bool[np.ndarray, "sequences columns"]:
-        """`columns` with the short gaps between them, as far as these are in the chunks `parts`: fewer copies, and no
-        more bytes than those of the chunks."""
+        """`columns` with the short gaps between them, as far as these gaps are in the chunks `parts`. This takes fewer
+        copies, and no more bytes than the chunks have."""
         framed = np.pad(columns, ((0, 0), (1, 1))).astype(np.int8)
         sequences, edges = np.nonzero(np.diff(framed, axis=1))
         ends, starts = edges[1:-1:2], edges[2::2]
@@ -100,7 +100,7 @@ class Chunks:
         return columns | (inside & self.columns_of(parts, len(columns)))
 
     def runs(self, columns: Bool[np.ndarray, "sequences columns"]) -> list[tuple[int, int, int, int]]:
-        """Columns that stand one after another: sequence in the slot and in the home, first and behind the last."""
+        """Runs of adjacent columns: sequence in the slot, sequence in the home, first column, end."""
         framed = np.pad(columns, ((0, 0), (1, 1))).astype(np.int8)
         found, ends = np.nonzero(np.diff(framed, axis=1))
         pairs = zip(found[::2].tolist(), ends[::2].tolist(), ends[1::2].tolist(), strict=True)
@@ -109,7 +109,7 @@ class Chunks:
     def _by_chunk(
         self, columns: Bool[np.ndarray, "sequences columns"], beyond: bool
     ) -> Bool[np.ndarray, "sequences chunks chunk_rows"]:
-        """`columns` by chunk; `beyond`: what stands for columns behind the last."""
+        """`columns` by chunk. `beyond`: the value for columns behind the last."""
         more = self.each * self.chunk_rows - self.columns
         padded = np.pad(columns, ((0, 0), (0, more)), constant_values=beyond)
         return padded.reshape(len(columns), self.each, self.chunk_rows)

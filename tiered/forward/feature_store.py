@@ -1,4 +1,4 @@
-"""The device tier's caches: preallocated tensors for every feature that a policy keeps, written by rows."""
+"""The feature caches on the device: preallocated tensors for every feature that a policy keeps, written by rows."""
 
 from collections.abc import Mapping
 
@@ -16,19 +16,19 @@ from tiered.kernels.coded_rows import CodedRows
 
 
 def allocated(buffer: Buffer, device: torch.device) -> Tensor:
-    """A tensor of what `buffer` declares; nothing is written to it."""
+    """An uninitialised tensor of the declared shape and dtype."""
     return torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
 
 
 class FeatureStore:
-    """One tensor [layers, batch, heads, length, elements] for each feature; `HIDDEN` and its like have one head.
+    """One tensor [layers, batch, heads, length, elements] for each feature; features other than K and V have one head.
 
-    Keys are stored after RoPE, so that a cached key is never rotated again. A feature kept for a single layer of many
-    is a workspace that every layer overwrites in turn: that is all a policy without a cache needs.
+    Keys are stored after RoPE, so a cached key is never rotated again. A feature that is kept for one layer of many is
+    a workspace that every layer overwrites. A policy without a cache needs only that.
     """
 
     def __init__(self, sizes: CallShape, features: Mapping[Feature, int], device: torch.device) -> None:
-        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`)."""
+        """`features`: number of layers for which each feature is kept, 1 or all (see `Policy.features`)."""
         self._first = {feature: sizes.context - sizes.columns(feature) for feature in features}
         self._tensors = {
             feature: allocated(buffer, device) for feature, buffer in feature_buffers(sizes, features).items()
@@ -37,25 +37,25 @@ class FeatureStore:
 
     @property
     def streamed_from(self) -> int | None:
-        """The first canvas column of which some layers are kept below the device; None: all are resident."""
+        """The first canvas column with layers below the device; None if all layers are resident."""
         return None
 
     def narrow(self, sequences: int) -> None:
-        """Let views and writes be of the first `sequences` alone, until the next `narrow`."""
+        """Restrict views and writes to the first `sequences`, until the next `narrow`."""
         self._sequences = sequences
 
     def stored(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"] | CodedRows:
-        """Everything that is stored of `feature` for `layer`, as it is: a view, valid until `keep` or until another
-        layer of the feature is read or written."""
+        """All stored rows of `feature` in `layer`, in their code: a view, valid until `keep` or until another layer of
+        the feature is read or written."""
         return self._coded(feature, self._kept(feature, layer))
 
     def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
-        """The same as values; of what is coded a copy."""
+        """The same rows as values: a copy if they are coded."""
         stored = self.stored(feature, layer)
         return stored.values() if isinstance(stored, CodedRows) else stored
 
     def rows(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads rows elements"]:
-        """What is stored at `rows`, as values."""
+        """The stored `rows` as values."""
         taken = self._coded(feature, rows.take(self._kept(feature, layer)))
         return taken.values() if isinstance(taken, CodedRows) else taken
 
@@ -63,17 +63,17 @@ class FeatureStore:
     def write(
         self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
     ) -> None:
-        """Store `values` at `rows`, which count columns of the canvas for every feature."""
+        """Store `values` at `rows`. For every feature rows count columns of the canvas."""
         first, target = self._first[feature], self._target(feature, layer, rows)
         if self._kv is None or feature not in KEY_VALUE:
             rows.put(target, values, first)
-        else:  # as words: numbers that are none keep their bits
+        else:  # as integers: copying codes as floats may change the bits of NaN
             rows.put(target.view(torch.int32), CodedRows.of(values, self._kv).bytes.view(torch.int32), first)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""
+        """Keep only these sequences (ascending). The room of the others is not given back before the call ends."""
         for feature, stored in self._tensors.items():
-            # Ascending order makes it safe to move in place, one sequence at a time, without a second copy.
+            # In ascending order, moving one sequence at a time in place overwrites none that is still needed.
             for new, old in enumerate(sequences):
                 if new != old:
                     stored[:, new].copy_(stored[:, old])
@@ -81,12 +81,12 @@ class FeatureStore:
         self._sequences = len(sequences)
 
     def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
-        """What is stored, in elements of the model's dtype."""
+        """Stored rows, in elements of the model's dtype."""
         stored = self._tensors[feature]
         return stored[layer if len(stored) > 1 else 0, : self._sequences]
 
     def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
-        """The same, for a caller who writes `rows` alone."""
+        """The same, if the caller writes `rows` and reads nothing."""
         return self._kept(feature, layer)
 
     def _coded(

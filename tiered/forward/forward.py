@@ -1,8 +1,8 @@
-"""One step over some rows: the only path through the layers, whatever the policy.
+"""One pass through the layers: the only path through them, for every policy.
 
-Within a layer the rows go in parts, three times over: keys and values to the store (`write`), attention to the whole
-store (`attend`), and the MLP (`mlp`); branches are added to the residual stream in place. So a full refresh of a long
-canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
+Within a layer the rows go in parts, three times: `write` stores keys and values, `attend` adds attention over the whole
+store, and `mlp` adds the MLP. Branches are added to the residual stream in place. So a full refresh of a long canvas
+takes one hidden state of the canvas and the temporaries of one part. No N×N tensor exists.
 """
 
 from dataclasses import replace
@@ -28,27 +28,26 @@ from tiered.tiers.tiers import Tiers
 
 
 class Forward:
-    """The layers of `model` over one call's store.
+    """The layers of `model` over the store of one call.
 
     Attributes:
         length: columns of the canvas.
         rows: all columns.
-        tiers: of the call; None if all is on the device.
+        tiers: tiers of the call; None if everything is on the device.
         stored: rows of hidden states; None if the policy stores none.
-        ids: tokens of the pass under way.
-        limits: columns of the canvas that its rows read.
-        reads: what they read beside the canvas.
-        rotary: RoPE angles of every column; one row where all sequences share them.
-        most_rows: rows of a sequence that a forward of the call has room for; all of them, unless the call sets it.
+        ids: tokens of the current pass.
+        limits: columns of the canvas that rows of the pass read.
+        reads: parts of keys and values that they read beside the canvas.
+        rotary: RoPE angles of every column; one row if all sequences share them.
+        most_rows: rows of a sequence that a forward of the call has room for; all, unless the call sets it.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: called with the inputs of the last layer's attention; None for no call.
         rows_probe: called in every layer with the rows whose keys and values are computed; None for no call.
-        router_probe: called in every layer with a mixture with the experts of some rows, on the host, and with these
-            experts once each; None for no call.
+        router_probe: called in every layer with a mixture. It gets the experts of some rows, on the host, and each of
+            these experts once. None for no call.
         experts_picked: experts of a layer that the last step picked, on average over layers with a mixture.
-        between: called after each piece of a layer with its share of a row's work; what it runs must use another store.
-            None for no call.
-
+        between: called after each piece of a layer with its share of a row's work. It must use another store. None for
+            no call.
     `dense` is the layer of a plain step. A policy's layer program may call its pieces over other rows.
     """
 
@@ -64,9 +63,9 @@ class Forward:
         """
         Args:
             positions: RoPE position of every column; one row if all sequences share them.
-            limits: columns that rows read, of all sequences; None for the whole canvas.
-            tiers: those of the call; None if all is on the device. The forward only hands them on.
-            weights: what brings the weights of each layer; None if all are on the device.
+            limits: columns that rows of all sequences read; None for the whole canvas.
+            tiers: tiers of the call; None if everything is on the device. The forward only passes them on.
+            weights: fetches the weights of each layer; None if all are on the device.
         """
         self.model = model
         self.store = store
@@ -88,14 +87,14 @@ class Forward:
         self._flops = RowFlops.of(model.shape, self.length)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
+        """Keep only these sequences (ascending)."""
         self.store.keep(sequences)
         self.limits = self._limits = self._limits.of(sequences)
         self.rotary = self._rotary = self._rotary.of_sequences(sequences)
 
     def logits(self, pass_: Pass) -> Float[Tensor, "sequences output vocab"]:
-        """float32 logits of the output rows after all layers, NaN at rows without a finite norm. A pass over the first
-        sequences leaves the cache of the others as it is."""
+        """float32 logits of the output rows, NaN at rows without a finite norm. A pass over the first sequences leaves
+        the cache of the others unchanged."""
         self.begin(pass_)
         pass_ = replace(pass_, hidden=self.model.embed(pass_.rows.columns(pass_.ids)))
         layers, computed = self.model.shape.layers, 0
@@ -112,7 +111,7 @@ class Forward:
         return head(self.model, hidden)
 
     def begin(self, pass_: Pass) -> None:
-        """Let rows read what they read in `pass_`, whose sequences are the first ones."""
+        """Set what rows read in `pass_`, whose sequences are the first ones."""
         sequences = slice(len(pass_.ids))
         self.ids, self.limits, self.reads = pass_.ids, self._limits.of(sequences, pass_.final), pass_.reads
         self.rotary = self._rotary.of_sequences(sequences)
@@ -124,13 +123,13 @@ class Forward:
         return sum(map(len, self._picked.values())) / max(1, len(self._picked))
 
     def note_picks(self, layer: int, experts: Int[Tensor, "rows picked"], picked: list[int]) -> None:
-        """Some rows of the pass go to these experts of `layer`, which are `picked`."""
+        """Record that rows of the pass go to these `experts` of `layer`. `picked`: each of them once."""
         self._picked.setdefault(layer, set()).update(picked)
         if self.router_probe is not None:
             self.router_probe(layer, experts, picked)
 
     def enter(self, layer: int) -> None:
-        """Make the weights of `layer` usable, and of no other layer. Raises `TransferError` if a copy between the tiers
+        """Make the weights of `layer` usable, and of no other layer. Raises `TransferError` if a copy between tiers
         failed."""
         safe_point()
         self._layer = layer
@@ -138,25 +137,25 @@ class Forward:
             self._weights.enter(layer)
 
     def dense(self, layer: int, pass_: Pass) -> Pass:
-        """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of
-        the output rows)."""
+        """A plain layer: write keys and values of all rows, then attention and MLP of all rows. In the last layer
+        attention and MLP are of the output rows only."""
         normed, output = self.write(layer, pass_.rows, pass_.hidden), pass_.output
         if layer == self.model.shape.layers - 1:
             normed, rows = None if normed is None else normed[:, output], pass_.rows[output]
             pass_ = replace(pass_, rows=rows, hidden=pass_.hidden[:, output], output=slice(0, rows.count))
         self.attend(layer, pass_.rows, pass_.hidden, normed=normed)
-        del normed  # not held while the MLP runs: it is as large as the residual stream of the part
+        del normed  # free it before the MLP: it is as large as the part's residual stream
         self.mlp(layer, pass_.hidden)
         return pass_
 
     def write(
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"] | None:
-        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns their norm where they are one
-        part: `attend` can use it. Of several parts, computing it again is cheaper than keeping them all."""
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend` if
+        they are one part. If they are several, recomputing the norm is cheaper than keeping it."""
         parts, normed = self.parts(rows.count, len(hidden)), None
         for part in parts:
-            normed = None  # not held while the next part's is made
+            normed = None  # freed before the next part's is computed
             normed = self.write_keys_values(layer, rows[part], hidden[:, part])
             self._passed(part, len(hidden), self._flops.write)
         return normed if len(parts) == 1 else None
@@ -171,9 +170,9 @@ class Forward:
         queries: Float[Tensor, "batch heads rows head_dim"] | None = None,
         keep: BranchKeeper | None = None,
     ) -> None:
-        """Add the attention branch of `rows` to `hidden`, in place, and show it to `keep`.
+        """Add the attention branch of `rows` to `hidden`, in place, and pass it to `keep`.
 
-        `normed`, `queries`: of all rows, where they are at hand."""
+        `normed`, `queries`: of all rows, if already computed."""
         for part in self.parts(rows.count, len(hidden)):
             if queries is None:
                 of_part = self.model.attention_norm(layer, hidden[:, part]) if normed is None else normed[:, part]
@@ -186,11 +185,11 @@ class Forward:
             if keep is not None:
                 keep(Feature.ATTN_OUT, part, branch)
             add_branch(hidden, part, branch)
-            del branch  # not held while the next part's is made
+            del branch  # freed before the next part's is computed
             self._passed(part, len(hidden), self._flops.attend)
 
     def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
-        """Add the branch of the MLP to `hidden`, in place, and show it to `keep`."""
+        """Add the MLP branch to `hidden`, in place, and pass it to `keep`."""
         for part in self.parts(hidden.shape[1], len(hidden)):
             branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks)
             if keep is not None:
@@ -203,16 +202,16 @@ class Forward:
         safe_point()
         if self.between is not None:
             self.between((part.stop - part.start) * batch * flops / self._flops.layer)
-            self.enter(self._layer)  # others may have entered theirs
+            self.enter(self._layer)  # `between` may have entered another layer
 
     def parts(self, rows: int, batch: int) -> list[slice]:
-        """Slices of `rows` rows of each of `batch` sequences that pass a layer at a time."""
+        """Slices of a sequence's `rows` that pass a layer at a time, if `batch` sequences go together."""
         return parts_of(rows, min(part_rows(batch), self.length))
 
     def write_keys_values(
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
-        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns their norm."""
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
         normed = self.model.attention_norm(layer, hidden)
         with span(Op.QKV):
             keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
@@ -226,7 +225,7 @@ class Forward:
         keys: Float[Tensor, "batch kv_heads rows head_dim"],
         values: Float[Tensor, "batch kv_heads rows head_dim"],
     ) -> None:
-        """Store `keys`, rotated, and `values` at `rows`."""
+        """Store rotated `keys`, and `values`, at `rows`."""
         if self.rows_probe is not None:
             self.rows_probe(rows, len(keys))
         self.store.write(Feature.KEY, layer, rows, keys)
@@ -235,7 +234,7 @@ class Forward:
     def attention(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
-        """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
+        """`ATTN_OUT` of `rows` over all keys and values in the layer's store."""
         mixed = self.attended(layer, rows, self.queries(layer, rows, normed))
         return self.model.attention_out(layer, mixed)
 
@@ -243,12 +242,12 @@ class Forward:
     def attended(
         self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """Attention of `rows` over what the pass reads, heads concatenated: the canvas as the layer's store holds it,
-        and all other parts. The probe sees that of the last layer."""
+        """Attention of `rows`, heads concatenated, over the canvas in the layer's store and all other parts of the
+        pass. In the last layer the probe gets its inputs."""
         if self.attention_probe is not None and layer == self.model.shape.layers - 1:
             self.attention_probe(rows, queries, self.keys(layer), self.limits.key_mask)
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
-        of_canvas = replace(rows, is_span=False) if self.reads else rows  # several parts merge all rows at once
+        of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [
             (queries[:, :, some], keys[:, :, columns], values[:, :, columns], limits)
             for some, columns, limits in self.limits.of_rows(of_canvas, len(queries), self.model.shape.window(layer))
@@ -264,11 +263,11 @@ class Forward:
     def queries(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch heads rows head_dim"]:
-        """Queries of `normed` as they are at `rows`."""
+        """Queries of `normed`, rotated at `rows`."""
         return self.model.queries(layer, normed, self.rotary.at(rows))
 
     def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
-        """All keys that the layer's store holds; a view."""
+        """All keys in the layer's store, as values."""
         return self.store.view(Feature.KEY, layer)
 
 
@@ -280,5 +279,5 @@ def add_branch(
     hidden[:, part].add_(branch)
 
 
-# A pass, and the stack of layers that it goes through.
+# A pass, and the layers that it goes through.
 Asked = tuple[Forward, Pass]

@@ -1,6 +1,6 @@
-"""Books: what one call needs on the device. Plan and reservation both read it here.
+"""Books: device memory of one call. Plan and reservation both read it here.
 
-The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them against what torch allocates.
+The formulas follow `tiered.forward.forward` tensor by tensor; a test compares them with torch's allocations.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
-# Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
-# needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
-# gain nothing, and their temporaries grow in proportion.
+# Rows of all sequences together that pass a layer at a time. They share one read of each weight. In bfloat16 an H100
+# needs about 300 rows before arithmetic, not memory, limits it, and a CPU at most 256. Larger parts gain nothing, and
+# their temporaries grow in proportion.
 PART_ROWS = 512
 
 _FLOAT32 = 4
-_DECODED = 9  # of an element: its code, which looks up a float32 as an int32
-_DECODED_WEIGHT = 13  # of one of a weight: the same, and the product with its scales
+_DECODED = 9  # bytes by element: its code, an int32 index to look it up, and a float32
+_DECODED_WEIGHT = 13  # bytes by element of a weight: the same, and the product with its scales
 _INDEX = 8
 
 
@@ -42,13 +42,13 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 def forward_buffers(
     sizes: CallShape, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
 ) -> list[Buffer]:
-    """What one call needs on the device beside the weights.
+    """Device memory of one call beside the weights.
 
     Args:
-        sizes: of the call.
-        features: what is kept, as `Policy.features(shape)` gives it: layers for which each feature is kept.
-        logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
-        most_rows: rows of a sequence that go through a layer in one forward, at most; None: all of them.
+        sizes: sizes of the call.
+        features: number of layers for which each feature is kept, as from `Policy.features(shape)`.
+        logit_rows: most rows of a sequence whose logits a step computes; None for those of a block.
+        most_rows: most rows of a sequence that go through a layer in one forward; None for all.
     """
     sequences, context, activations = sizes.sequences, sizes.context, Account.ACTIVATIONS
     residual = (sequences, most_rows or context, sizes.shape.width)
@@ -71,11 +71,11 @@ def forward_buffers(
 
 
 def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
-    """Logits of as many rows of each sequence, and what is made on the way to them and from them."""
+    """Logits of `rows` rows of each sequence, and the temporaries of the head and of proposing."""
     shape, of_rows = sizes.shape, (sizes.sequences, rows)
     logits: dict[str, ShapeAndDtype] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
     head = logits | {"normed rows": ((2, *of_rows, shape.width), "float32")}
-    if sizes.dtype != "float32":  # on their way to float32
+    if sizes.dtype != "float32":  # before the cast to float32
         head["product"] = (*of_rows, shape.vocab_size), sizes.dtype
     if sizes.weights.head:
         tile = tile_bytes(sizes, (shape.vocab_size, shape.width), rows)
@@ -90,24 +90,23 @@ def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
 
 
 def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
-    """What of a block's attention is compared with the step before at a time, in the room of one part of a refresh."""
+    """The chunk of a block's attention that is compared at a time, in the room of one part of a refresh."""
     return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
 
 
 def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
-    """Temporaries of the part of a forward that passes a layer at a time, at their largest; `most_rows`: as for
-    `forward_buffers`."""
+    """Peak temporaries of the part of a forward that passes a layer at a time; `most_rows` as in `forward_buffers`."""
     return phase_bytes(part_buffers(sizes, most_rows), Account.ACTIVATIONS)
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """The same by phase. Products of one phase are gone when the next begins."""
+    """The same by phase. Products of one phase are freed before the next begins."""
     shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
     query_width = shape.heads * shape.head_dim
     tile = max(tile_bytes(sizes, factor, rows) for factor in _factors(shape))
     of_weights = {"tile of the weights": ((tile,), "uint8")}
     products = {"products, half and result": ((3, rows, query_width), "float32")}
-    # Before and after the heads are joined.
+    # Before and after the heads are concatenated.
     mixed = {"queries and what they mix": ((3, rows, query_width), dtype)}
     gates = {"gate, projections and their product": ((shape.mlp_matrices + 1, rows, shape.mlp_width), dtype)}
     normed, branch = {"normed rows": ((rows, shape.width), dtype)}, {"branch": ((rows, shape.width), dtype)}
@@ -134,15 +133,15 @@ def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]
 
 
 def _factors(shape: ModelShape) -> set[tuple[int, int]]:
-    """[out, inner] of the matrices that rows are multiplied by; of experts, of one at a time."""
+    """[out, inner] of the matrices that rows are multiplied by. Experts count one at a time."""
     factors = {name: (size[0], size[1]) for name, size in shape.own_shapes.items() if shape.is_matrix(name)}
     each = 1 if shape.experts is None else shape.experts.count
     return {(out // each if ".experts_" in name else out, inner) for name, (out, inner) in factors.items()}
 
 
 def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDtype]) -> list[Buffer]:
-    """Temporaries of a mixture of experts over so many rows: of the router, of one expert at a time, or of all by the
-    kernel, and of the shared one behind them."""
+    """Temporaries of a mixture of experts over `rows` rows: of the router, of the routed experts and of the shared one.
+    The kernel takes all routed experts at once, the reference one at a time."""
     shape, experts, dtype = sizes.shape, sizes.shape.experts, sizes.dtype
     if experts is None:
         return []
@@ -181,8 +180,8 @@ def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDt
 
 
 def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:
-    """Temporaries of `weight_product` with so many rows where there is no kernel: a tile of the matrix on its way from
-    its codes to values, or its product."""
+    """Temporaries of `weight_product` over `rows` rows without a kernel: a decoded tile of the matrix, and either the
+    temporaries of decoding it or its product."""
     if sizes.weights.code is None or sizes.gpu is not None:
         return 0
     out, inner = matrix
@@ -197,8 +196,8 @@ def _rows_at_once(sizes: CallShape, most_rows: int | None = None) -> int:
 
 
 def _attention_bytes(sizes: CallShape, rows: int) -> int:
-    """Temporaries of the attention of up to `rows` rows of each sequence. `block_attention` serves the models that no
-    library serves, and coded keys; on a GPU it may serve all."""
+    """Temporaries of the attention of up to `rows` rows of each sequence. `block_attention` serves coded keys and the
+    models that no library serves; on a GPU it may serve all."""
     shape = sizes.shape
     if shape.soft_cap is None and sizes.kv is None and not shape.block_causal:
         return _merge_bytes(sizes, rows)
@@ -206,7 +205,7 @@ def _attention_bytes(sizes: CallShape, rows: int) -> int:
 
 
 def _merge_bytes(sizes: CallShape, rows: int) -> int:
-    """What the kernel of `block_attention` leaves for its merge."""
+    """Partial results that the kernel of `block_attention` merges."""
     if sizes.gpu is None:
         return 0
     shape, element = sizes.shape, sizes.element
@@ -215,8 +214,8 @@ def _merge_bytes(sizes: CallShape, rows: int) -> int:
 
 
 def block_attention_bytes(sizes: CallShape, rows: int) -> int:
-    """Temporaries of `block_attention` with up to `rows` rows of each sequence: what the kernel leaves for its merge,
-    and a chunk of the reference, which runs where there is no kernel."""
+    """Temporaries of `block_attention` with up to `rows` rows of each sequence: the partial results of the kernel, or
+    a chunk of the reference, which runs without a kernel."""
     shape, context, most = sizes.shape, sizes.context, _merge_bytes(sizes, rows)
     sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
     every, pairs_at_once = sizes.sequences * shape.kv_heads, block_attention_ref.PAIRS_AT_ONCE
@@ -224,23 +223,23 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
     for power, fewer in product(range((rows - 1).bit_length() + 1), (False, True) if shape.block_causal else (False,)):
         counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
         columns = most_columns
-        if fewer:  # columns, as rows further in front see: then more heads go together
+        if fewer:  # rows further in front see fewer columns, so more heads go together
             groups = min(every, max(1, pairs_at_once // (sharing * counted)))
             columns = min(columns, -(-pairs_at_once // (sharing * counted * groups)))
         else:
             groups = min(every, max(1, pairs_at_once // (sharing * counted * columns)))
         if groups > shape.kv_heads:
             groups -= groups % shape.kv_heads
-        # Queries, and what comes of keys, in all and of a part, are as large as each other; some sums stand beside.
+        # Queries, the output and one chunk's output are equally large; some sums come with them.
         some = min(1 << power, rows)
         keys = groups * columns * shape.head_dim if copied else 0
         held = _FLOAT32 * (groups * sharing * some * (columns + 3 * shape.head_dim + 5 + shape.sink_tokens) + keys)
         if sizes.kv is not None:
-            # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
+            # Bytes of these keys, contiguous, and the elements that are decoded at once.
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
-        # How many columns each row sees, and which it does not.
+        # Columns that each row sees, and their mask.
         limited = shape.sight != "canvas"
-        limits = 2 if shape.windows else int(limited)  # where they end, and where they begin
+        limits = 2 if shape.windows else int(limited)  # their end and, with windows, their start
         hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) * limits
         most = max(most, held + hidden)
     return most

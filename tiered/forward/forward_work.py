@@ -1,4 +1,4 @@
-"""Books: the work of one forward: bytes that it has to read, and operations, as its sizes dictate."""
+"""Books: the work of one forward: bytes that it reads and its floating-point operations."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from tiered.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardWork:
-    """What one forward takes.
+    """Bytes and operations of one forward.
 
     Attributes:
-        weight_bytes: read once: all weights, every expert among them, without an embedding that is only looked up in.
-        kv_bytes: keys and values of every position, in layers with a window of so many, read once.
-        flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
-            other alone ("noise" of `ModelShape.sight`), a little more than it takes.
-        attention_flops: those of attention.
+        weight_bytes: bytes of weights read, each once; with all experts, without an embedding that is only looked up.
+        kv_bytes: bytes of keys and values read, each once: of every position, or of the window in layers with one.
+        flops: multiplications and additions of its matrix products, attention included. An upper bound if final tokens
+            only see each other ("noise" of `ModelShape.sight`).
+        attention_flops: multiplications and additions of attention.
     """
 
     weight_bytes: int
@@ -26,21 +26,22 @@ class ForwardWork:
 
     @property
     def read_bytes(self) -> int:
-        """In all."""
+        """Bytes of weights, keys and values."""
         return self.weight_bytes + self.kv_bytes
 
     def floor(self, rates: Rates) -> float:
-        """Seconds that it takes at least: its arithmetic or its reading, whichever is longer."""
+        """Lower bound in seconds: of its arithmetic or of its reads, whichever takes longer."""
         return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
 
 
 class RowFlops(NamedTuple):
-    """Multiplications and additions of a row in a layer, by its pieces.
+    """Multiplications and additions of a row in a layer, by piece.
 
     Attributes:
-        write: its keys and values.
-        attend: projections of attention, and `attention` itself, over all columns.
-        mlp: its matrices; in a layer with a mixture, the router and those of the experts that it goes to.
+        write: FLOP of its keys and values.
+        attend: FLOP of the projections of attention, and `attention`.
+        mlp: FLOP of its MLP; in a layer with a mixture, of the router and the experts that the row goes to.
+        attention: FLOP of attention over all columns that the row sees.
     """
 
     write: int
@@ -50,7 +51,7 @@ class RowFlops(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, context: int) -> "RowFlops":
-        """Those of a row that attends to `context` columns, or to those in its window; on average over layers."""
+        """Work of a row that attends to `context` columns, or to those in its window; on average over layers."""
         heads_width = shape.heads * shape.head_dim
         seen = shape.columns_read(context) / shape.layers
         attention = round(4 * (seen + shape.sink_tokens) * heads_width)
@@ -63,12 +64,12 @@ class RowFlops(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """Of all pieces."""
+        """Operations of all pieces."""
         return self.write + self.attend + self.mlp
 
 
 def _mlp_elements(shape: ModelShape) -> int:
-    """Elements of the matrices of an MLP that a row meets, on average over layers."""
+    """Elements of the MLP matrices that a row is multiplied by, on average over layers."""
     dense, experts = (shape.mlp_matrices + 1) * shape.width * shape.mlp_width, shape.experts
     if experts is None:
         return dense
@@ -79,15 +80,15 @@ def _mlp_elements(shape: ModelShape) -> int:
 def forward_work(
     shape: ModelShape, *, batch: int, context: int, rows: float, dtype_bytes: int, output_rows: int | None = None
 ) -> ForwardWork:
-    """That of one forward.
+    """The work of one forward.
 
     Args:
-        shape: of the model.
+        shape: sizes of the model.
         batch: sequences.
-        context: positions of each, all of which every row attends to.
-        rows: that the forward recomputes of each sequence, on average over layers.
-        dtype_bytes: of an element of weights and cache.
-        output_rows: rows whose logits are needed; the last layer computes keys and values of the others alone. None:
+        context: positions of each sequence. Every row attends to all of them.
+        rows: rows of each sequence that the forward recomputes, on average over layers.
+        dtype_bytes: bytes of an element of weights and cache.
+        output_rows: rows whose logits are needed; of other rows the last layer only computes keys and values. None for
             all of `rows`.
 
     Raises:

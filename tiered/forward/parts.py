@@ -1,4 +1,4 @@
-"""The parts of keys and values that rows of a pass read, and where each row's columns start and end."""
+"""The parts of keys and values that rows of a pass read, and the first and last column that each row reads."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,22 +24,22 @@ class Part(Protocol):
     """Keys and values that rows read beside those of the canvas."""
 
     def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Heads) -> Iterable[Attended]:
-        """Attention of `rows` over the part, without sinks, whole or in chunks."""
+        """Attention of `rows` over the part without sinks, whole or in chunks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CanvasLimits:
-    """The columns of a canvas that rows read, by the sight of their family (`ModelShape.sight`): in a layer with a
-    window the last of these.
+    """The columns of a canvas that rows read, by the attention pattern of their family (`ModelShape.sight`). In a layer
+    with a window rows read the last of these columns.
 
     Attributes:
-        shape: of the model.
+        shape: sizes of the model.
         length: columns of the canvas.
         block_length: columns of a block; 0 if rows read the whole canvas.
-        positions: of every column by sequence, ascending, if blocks begin in other columns of each; None: they begin
-            in those of `first`.
-        first: a column that a block begins with; 0 where `positions` say it.
+        positions: position of every column by sequence, ascending, if blocks begin at different columns in different
+            sequences. None if they begin at the same ones.
+        first: a column at which a block begins; 0 with `positions`.
         key_mask, pads: as in `Limits`.
         final: columns in front of which tokens are final.
     """
@@ -54,16 +54,16 @@ class CanvasLimits:
     final: Border = 0
 
     def of(self, sequences: slice | list[int], final: Border = 0) -> "CanvasLimits":
-        """Those of some sequences, in a pass with such a border."""
+        """The limits of some sequences, in a pass with this border."""
         positions, key_mask, pads = (
             None if each is None else each[sequences] for each in (self.positions, self.key_mask, self.pads)
         )
         return replace(self, positions=positions, key_mask=key_mask, pads=pads, final=final)
 
     def of_rows(self, rows: Rows, batch: int, window: int | None = None) -> list[tuple[slice, slice, Limits]]:
-        """`rows` in order, by their place, with the columns that they read in a layer with so wide a window, and limits
-        among these columns. A span falls into rows that read the same columns and rows with limits of their own.
-        Scattered rows have limits of their own, unless the host knows that they read all columns."""
+        """Groups of `rows` in order: their slice, the columns that they read with this `window`, and limits among these
+        columns. A span is split into rows that read the same columns and rows with limits of their own. Scattered rows
+        have limits of their own, unless the host knows that they read all columns."""
         final, every = self.final, (slice(0, rows.count), slice(0, self.length))
         if isinstance(final, Tensor):
             groups = [(*every, True)]
@@ -77,7 +77,7 @@ class CanvasLimits:
         ]
 
     def _groups(self, span: range, final: int, window: int | None) -> list[tuple[slice, slice, bool]]:
-        """Rows by their place, the columns that they read, and whether some of them read fewer."""
+        """For each group of rows: their slice, their columns, and whether some of them read fewer columns."""
         cut = min(max(final - span.start, 0), len(span)) if self.shape.final_apart else 0
         finals, others, every = slice(0, cut), slice(cut, len(span)), slice(0, self.length)
         if self.positions is not None:
@@ -100,7 +100,7 @@ class CanvasLimits:
         return Limits(None if self.key_mask is None else self.key_mask[:, columns], pads, start, stop)
 
     def stop(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"] | None:
-        """The column behind the last that each of the rows at `columns` reads; None: all read to the end."""
+        """Column behind the last that each of the rows at `columns` reads; None if all read to the end."""
         shape, noise = self.shape, self.shape.sight == "noise"
         if not (shape.block_causal or (noise and (isinstance(self.final, Tensor) or self.final))):
             return None
@@ -111,8 +111,8 @@ class CanvasLimits:
         return (columns + 1).where(columns < border, ends) if shape.final_apart else ends
 
     def start(self, columns: Int[Tensor, "batch rows"], window: int | None) -> Int[Tensor, "batch rows"] | None:
-        """The first column that each of these rows reads in a layer with so wide a window; None: the first of all. Rows
-        that read their block to its end all begin with the same column, as those of a canvas of DiffusionGemma do."""
+        """The first column that each of these rows reads with this `window`; None if all read from the first. Rows that
+        read their block to its end start at the same column, as on a canvas of DiffusionGemma."""
         if window is None:
             return None
         at = columns if self.positions is None else self.positions.gather(1, columns)
@@ -123,7 +123,7 @@ class CanvasLimits:
         return since if self.positions is None else torch.searchsorted(self.positions, since)
 
     def last_block(self) -> Border:
-        """How many columns stand in front of the last block that has any; 0 where rows read the whole canvas."""
+        """Number of columns in front of the last non-empty block; 0 if rows read the whole canvas."""
         if not self.block_length:
             return 0
         if self.positions is None:
@@ -136,14 +136,14 @@ class CanvasLimits:
     def _block_ends(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
         if self.positions is None:
             return (self._begin(columns) + self.block_length).clamp_(max=self.length)
-        # The first column of the next block is as many columns in.
+        # The number of columns before the next block is its first column.
         return torch.searchsorted(self.positions, self._begin(self.positions.gather(1, columns)) + self.block_length)
 
     def _block_end(self, column: int) -> int:
         return min(self._begin(column) + self.block_length, self.length)
 
     def _begin(self, at: C) -> C:
-        """What the block of a column begins with, or that of a position, where blocks count by those."""
+        """The first column of a column's block, or the first position of a position's, if blocks count positions."""
         return at - (at - self.first) % self.block_length
 
 

@@ -15,23 +15,23 @@ RAW = "raw"
 
 
 def kv_code(name: str, shape: ModelShape) -> RowCode | None:
-    """The code of keys and values that `name` stands for; None for "raw".
+    """The code of keys and values by its name; None for "raw".
 
     Raises:
-        ValueError: no such code, or one that heads cannot be in.
+        ValueError: there is no such code, or the model's heads do not fit it.
     """
     if name not in (RAW, *RowCode):
         raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
     if name == RowCode.NVFP4 and shape.head_dim % GROUP:
         raise ValueError(
-            f"kv = {name!r} scales {GROUP} elements together, of which heads of {shape.head_dim} are no "
+            f"kv = {name!r} scales {GROUP} elements together, but heads have {shape.head_dim}, which is not a "
             f"multiple; allowed: 'raw', 'fp8'"
         )
     return None if name == RAW else RowCode(name)
 
 
 def stored_row(shape: ModelShape, feature: Feature, kv: RowCode | None, element_bytes: int) -> tuple[int, int]:
-    """Heads of a row of `feature` as it is stored, and how many elements of the model's dtype each takes."""
+    """Heads of a stored row of `feature`, and elements of the model's dtype that each head takes."""
     if feature not in KEY_VALUE:
         return 1, shape.width
     elements = shape.head_dim if kv is None else kv.row_bytes(shape.head_dim) // element_bytes
@@ -40,12 +40,12 @@ def stored_row(shape: ModelShape, feature: Feature, kv: RowCode | None, element_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What of a GPU decides how much its libraries take.
+    """Properties of a GPU that decide the workspaces of its libraries.
 
     Attributes:
-        workspace_bytes: of cuBLAS.
-        multiprocessors: how many it has.
-        name: as its driver has it; "": of no GPU in particular.
+        workspace_bytes: bytes of the workspace of cuBLAS.
+        multiprocessors: number of its multiprocessors.
+        name: name from its driver; "" for no GPU in particular.
     """
 
     workspace_bytes: int
@@ -55,22 +55,22 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """What decides how much a call takes, beside its policy.
+    """Sizes that decide the bytes of a call, together with its policy.
 
     Attributes:
         shape: sizes of the model.
-        batch: sequences asked for.
+        batch: sequences of the request.
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
-        dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
-        weights: how these are kept.
-        kv: code that keys and values are in; None: as they are.
-        answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
-        guidance: classifier-free guidance, with which twice as many sequences go through a forward.
+        dtype: dtype of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        weights: how weights are stored.
+        kv: code of keys and values; None for none.
+        answer: positions behind the prompt, for features that are kept only there; None for any number.
+        guidance: whether classifier-free guidance doubles the sequences of a forward.
         sampled: whether proposing takes more than the logits: tokens are drawn at a temperature above 0, the
             distribution is cut, or its entropy is the confidence.
         compared: whether the last layer's attention of the block is kept, for a commit rule that needs its shift.
-        gpu: that the call runs on; None: on the CPU, whose libraries take nothing.
+        gpu: GPU of the call; None on the CPU, whose libraries need no workspace.
     """
 
     shape: ModelShape
@@ -88,7 +88,7 @@ class CallShape:
 
     @property
     def sequences(self) -> int:
-        """Sequences that go through a forward together."""
+        """Sequences of a forward."""
         return self.batch * (2 if self.guidance else 1)
 
     @property
@@ -101,13 +101,13 @@ class CallShape:
         return self.answer if self.answer and feature in ANSWER_ONLY else self.context
 
     def row_bytes(self, feature: Feature) -> int:
-        """Of a row of `feature` as it is stored."""
+        """Bytes of a stored row of `feature`."""
         heads, elements = stored_row(self.shape, feature, self.kv, self.element)
         return heads * elements * self.element
 
 
 def feature_buffers(sizes: CallShape, features: Mapping[Feature, int]) -> dict[Feature, Buffer]:
-    """What a store keeps of as many layers of each feature."""
+    """The tensors of a store that keeps each feature for this many layers."""
     buffers: dict[Feature, Buffer] = {}
     for feature, layers in features.items():
         heads, elements = stored_row(sizes.shape, feature, sizes.kv, sizes.element)

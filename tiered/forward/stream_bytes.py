@@ -1,4 +1,4 @@
-"""Books: what a call takes of each tier for features of which some layers are streamed."""
+"""Books: bytes by tier of features with streamed layers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,21 +11,21 @@ from tiered.forward.sizes import CallShape, stored_row
 from tiered.offload.size_class import UNIT, size_class
 
 MOST_CHUNK_ROWS, FEWEST_CHUNK_ROWS = 128, 16
-_CHUNKS = 8  # of a short sequence, at least
+_CHUNKS = 8  # at least as many chunks in a short sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStream:
-    """One feature of which some layers are streamed.
+    """One feature with streamed layers.
 
     Attributes:
-        feature: which.
-        layers: that are streamed, ascending.
-        of_layers: layers for which it is kept in all.
-        slots: of the device that these pass through.
-        sequences, heads, columns: of a layer.
+        feature: the feature.
+        layers: its streamed layers, ascending.
+        of_layers: number of layers for which it is kept.
+        slots: device slots that the streamed layers share.
+        sequences, heads, columns: size of a layer.
         row_bytes: bytes of a row of one head.
-        chunk_rows: columns of a chunk, which is fetched or not as a whole.
+        chunk_rows: columns of a chunk, which is fetched as a whole or not at all.
     """
 
     feature: Feature
@@ -39,12 +39,11 @@ class FeatureStream:
     chunk_rows: int
 
     def chunks(self) -> Chunks:
-        """The layout of its layers."""
         return Chunks(self.sequences, self.heads, self.columns, self.row_bytes, self.chunk_rows)
 
     @property
     def account(self) -> Account:
-        """Under which it is booked below the device."""
+        """Its account below the device."""
         return Account(self.feature)
 
     @property
@@ -54,12 +53,11 @@ class FeatureStream:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return -(-self.layer_bytes // UNIT) * UNIT
 
     @property
     def room(self) -> int:
-        """Bytes of host memory of one layer. Calls of similar sizes use the same pieces, one after another."""
+        """Host bytes for one layer, rounded up so that calls of similar sizes reuse the same pieces."""
         return size_class(self.layer_bytes)
 
     @property
@@ -70,20 +68,20 @@ class FeatureStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamBytes:
-    """Bytes of the streamed features of one call of `sizes`. `streams`: what is streamed."""
+    """Bytes of the streamed features `streams` of one call of `sizes`."""
 
     sizes: CallShape
     streams: tuple[FeatureStream, ...]
 
     @classmethod
     def of(cls, sizes: CallShape, counts: Mapping[Feature, int], *, slots: int) -> "StreamBytes | None":
-        """Of `counts` layers of each feature, spread evenly over the stack so that copies run beside the layers between
-        them; None where there are none.
+        """The bytes of `counts` streamed layers of each feature; None if there are none. The layers are spread evenly
+        over the stack, so copies overlap the computation of the layers between them.
 
         Args:
-            sizes: of the call.
-            counts: streamed layers by feature.
-            slots: of each feature.
+            sizes: sizes of the call.
+            counts: number of streamed layers by feature.
+            slots: device slots of each feature.
         """
         streams: list[FeatureStream] = []
         for feature, count in counts.items():
@@ -109,7 +107,7 @@ class StreamBytes:
         return cls(sizes=sizes, streams=tuple(streams)) if streams else None
 
     def beside(self, buffers: Iterable[Buffer]) -> list[Buffer]:
-        """`buffers` of a call without the layers that are streamed."""
+        """`buffers` of a call without the streamed layers."""
         streamed = {stream.account: len(stream.layers) for stream in self.streams}
         return [
             replace(buffer, shape=(buffer.shape[0] - streamed[buffer.account], *buffer.shape[1:]))
@@ -120,12 +118,12 @@ class StreamBytes:
 
     @property
     def moved(self) -> int:
-        """Bytes that go up to the device in a forward that reads everything."""
+        """Host-to-device bytes of a forward that reads everything."""
         return sum(stream.records for stream in self.streams)
 
     @property
     def buffers(self) -> list[Buffer]:
-        """The slots on the device."""
+        """Slots on the device."""
         return [
             Buffer(f"slots of {stream.feature.value}", Account.STAGING, (stream.slots, stream.slot_bytes))
             for stream in self.streams
@@ -133,7 +131,7 @@ class StreamBytes:
 
     @property
     def host(self) -> dict[Account, int]:
-        """Bytes of the host by account."""
+        """Host bytes by account."""
         spare = sum(len(stream.layers) * (stream.room - stream.layer_bytes) for stream in self.streams)
         return {stream.account: stream.records for stream in self.streams} | {Account.SPARE: spare}
 
@@ -146,5 +144,5 @@ class StreamBytes:
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:
-    """So many of the layers, spread evenly over the stack, ascending."""
+    """`count` of the layers, spread evenly over the stack, ascending."""
     return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))

@@ -1,8 +1,8 @@
-"""The experts of a model that the device has no room for: those that routers pick come to slots, and stay as long as no
-other needs the slot.
+"""Experts of a model that the device has no room for. Experts that routers pick are fetched to slots, and stay until
+another expert needs the slot.
 
-A layer's experts are used in groups, ascending. Beside a group there come the other groups, and then those that the
-next layer will probably pick. A wrong guess costs a copy, and no answer depends on it.
+A layer's experts are used in groups, ascending. While one group is used, the other groups are fetched, and then the
+experts that the next layer will probably pick. A wrong guess costs a copy and changes no answer.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,16 +16,16 @@ from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
-GROUP = 4  # experts: so few that copies run beside the computation, so many that one wait serves several
+GROUP = 4  # experts: few, so that copies overlap computation; several, so that they share one wait
 
 
 class StreamedExperts:
-    """The experts of all layers with a mixture, over the slots of one residency."""
+    """The experts of all layers with a mixture, in the slots of one residency."""
 
     def __init__(self, records: WeightRecords, now: WeightBytes) -> None:
         assert now.experts is not None, "there are experts"
         self._records, self._experts = records, now.experts
-        self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows picked there last
+        self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows last picked
         self._guessed: frozenset[int] = frozenset()
         self._homes: WeightHomes | None = None
         self._group = GROUP
@@ -40,7 +40,7 @@ class StreamedExperts:
         self._homes = self._records.model.streamed = None
 
     def recurs(self, key: Hashable) -> bool:
-        """Whether rows picked this expert when they last went through its layer: they will again, most likely."""
+        """Whether rows picked this expert when they last went through its layer, and so will probably pick it again."""
         assert isinstance(key, tuple), "an expert's"
         layer, expert = key
         return expert in self._last.get(layer, ())
@@ -48,8 +48,8 @@ class StreamedExperts:
     def groups(
         self, layer: int, picked: Sequence[int], likely: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
-        """The experts of a layer that rows `picked`, ascending, in groups that are in slots until the next one is asked
-        for. `likely`: experts that they will probably pick in the next layer.
+        """The `picked` experts of a layer, ascending, in groups. A group stays in slots until the next one is taken.
+        `likely`: experts that rows will probably pick in the next layer.
 
         Raises:
             TransferError: a copy failed.

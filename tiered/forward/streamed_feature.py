@@ -21,7 +21,7 @@ Columns = Bool[np.ndarray, "sequences columns"]
 
 @dataclass(eq=False, slots=True)
 class _Written:
-    """Columns of a layer that compute wrote and that did not go home yet, and their chunks."""
+    """Columns of a layer that were written and not sent home yet, and their chunks."""
 
     layer: int
     columns: Columns
@@ -29,10 +29,10 @@ class _Written:
 
 
 class StreamedFeature:
-    """The streamed layers of a feature. A slot is laid out as a resident layer, so a reader computes the same bits.
+    """The streamed layers of a feature. A slot has the layout of a resident layer, so a reader computes the same bits.
 
-    The columns that a step writes in a layer go home together, when the layer is read or another layer is used. The
-    next streamed layer will need the chunks that this layer fetched, so they set out at once, for another slot.
+    Columns that a step writes in a layer are sent home together when the layer is read or another layer is used. The
+    next streamed layer needs the same chunks as this layer, so they are fetched to another slot at once.
     """
 
     def __init__(self, stream: FeatureStream, tiers: Tiers, dtype: torch.dtype) -> None:
@@ -52,7 +52,6 @@ class StreamedFeature:
 
     @property
     def columns(self) -> int:
-        """Columns of a sequence."""
         return self._chunks.columns
 
     def __contains__(self, layer: object) -> bool:
@@ -60,7 +59,7 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def view(self, layer: int, sequences: int) -> Float[Tensor, "batch heads columns elements"]:
-        """A view of the stored columns of the first so many sequences, valid until another layer is used.
+        """A view of the stored columns of the first `sequences`, valid until another layer is used.
 
         Raises:
             TransferError: a copy failed.
@@ -70,8 +69,8 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def to_write(self, layer: int, columns: Columns, *, whole: bool) -> Float[Tensor, "batch heads columns elements"]:
-        """The same view, for writing in `columns` of the first sequences, and nowhere else. `whole`: the caller writes
-        every one of them, so chunks within them need not be fetched. Errors as `view`."""
+        """The same view, to be written only in `columns` of the first sequences. `whole`: the caller writes all of
+        them, so chunks within them are not fetched. Errors as `view`."""
         chunks, earlier = self._chunks, self._written
         if earlier is not None and (earlier.layer != layer or len(earlier.columns) != len(columns)):
             self._send_home()
@@ -87,7 +86,6 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def keep(self, sequences: Sequence[int]) -> None:
-        """Keep these sequences alone (ascending)."""
         self._send_home()
         self._residency.empty()
         self._chunks.keep(sequences)
@@ -105,7 +103,6 @@ class StreamedFeature:
         return view
 
     def _send_home(self) -> None:
-        """Send the written columns to their home."""
         written, self._written = self._written, None
         if written is not None:
             columns = self._chunks.joined(written.columns, written.parts)

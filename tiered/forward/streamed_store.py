@@ -16,12 +16,12 @@ from tiered.tiers.tiers import Tiers
 
 
 class StreamedFeatureStore(FeatureStore):
-    """The same as a `FeatureStore`, to the bit, and with the same verbs; but what is read of a streamed layer is valid
-    only until another layer of its feature is read or written, and reading and writing raise
-    `TransferError` where a copy between the tiers failed."""
+    """The same interface and the same bits as `FeatureStore`, with two differences. A view of a streamed layer is valid
+    only until another layer of its feature is read or written. Reading and writing raise `TransferError` if a copy
+    between tiers failed."""
 
     def __init__(self, features: Mapping[Feature, int], needed: StreamBytes, tiers: Tiers) -> None:
-        """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
+        """`needed`: streamed layers and their slots; `tiers`: tiers of the call; `features` as in `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
         resident = {
             feature: [
@@ -42,11 +42,9 @@ class StreamedFeatureStore(FeatureStore):
 
     @property
     def streamed_from(self) -> int | None:
-        """See `FeatureStore.streamed_from`."""
         return min(self._first[feature] for feature in self._streamed)
 
     def keep(self, sequences: list[int]) -> None:
-        """See `FeatureStore.keep`."""
         for streamed in self._streamed.values():
             streamed.keep(sequences)
         super().keep(sequences)
@@ -71,19 +69,18 @@ class StreamedFeatureStore(FeatureStore):
 
 
 class TouchedColumns:
-    """The columns that rows may touch, known on the host: what a store of chunks has to have there.
+    """The columns that rows may touch, known on the host, so that a store of chunks can fetch them.
 
-    Remembers what it had to read back from the device: rows are the same in every layer, though each layer cuts parts
-    of its own from them. So an index is known by its memory and by how often that was written, not as an object."""
+    Caches indices read back from the device, because rows are the same in every layer. Each layer slices its own parts,
+    so the cache compares an index by memory and version, not as an object."""
 
     def __init__(self) -> None:
-        # The indices themselves are kept: while they are alive, no other tensor has their address.
+        # Keeping the indices alive prevents another tensor from having their address.
         self._read: list[tuple[Tensor, int, np.ndarray]] = []
 
     def mark(self, columns: Bool[np.ndarray, "sequences columns"], rows: Rows, first: int) -> None:
-        """Mark the columns that `rows` may touch; `first`: column of the canvas that is the first one here. Rows whose
-        maker does not say it (`Rows.within`) cost one read from the device for as long as their index stays the same
-        tensor."""
+        """Mark the columns that `rows` may touch. `first`: canvas column of the first column here. Rows without
+        `Rows.within` cost one read from the device while their index stays the same tensor."""
         if rows.within:
             columns[:, max(0, rows.within.start - first) : max(0, rows.within.stop - first)] = True
         elif rows.count:
@@ -96,7 +93,7 @@ class TouchedColumns:
             if known.data_ptr() == index.data_ptr() and known.shape == index.shape and version == index._version:
                 return read
         if self._read and self._read[0][0].untyped_storage().data_ptr() != index.untyped_storage().data_ptr():
-            self._read.clear()  # other rows
+            self._read.clear()  # these are other rows
         read = np.asarray(index.tolist())
         self._read.append((index, index._version, read))
         return read

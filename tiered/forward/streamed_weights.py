@@ -1,6 +1,6 @@
 """The weights of a model that the device has no room for: matrices of layers, or experts, pass through slots.
 
-Which layers are streamed is settled before each call; what is settled on the device again comes back.
+Each call settles beforehand which layers are streamed; a layer that is resident again returns to the device.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -31,7 +31,7 @@ from tiered.tiers.tiers import Home
 
 @dataclass(eq=False, slots=True)
 class _Coming:
-    """A record that is being filled, or a layer of the device. `missing`: rows of each matrix that are not there yet;
+    """A record that is being filled, or a layer on the device. `missing`: rows of each matrix that are not there yet.
     `home`: None on the device."""
 
     layout: RecordLayout
@@ -41,17 +41,17 @@ class _Coming:
 
 
 class StreamedWeights:
-    """The weights of a model between the tiers. All of them are in the books of `ledger`, as `now` has them.
+    """The weights of a model across the tiers. `ledger` has all of them, as `now` describes them.
 
-    `enter` goes before every use of a layer. A layer that is elsewhere has no matrices in the model: its use is then an
-    error, never another layer's weights. A streamed layer has the records of `WeightBytes.keys`.
+    `enter` must precede every use of a layer. A layer that is not on the device has no matrices in the model. So using
+    it is an error, and never reads another layer's weights. A streamed layer has the records of `WeightBytes.keys`.
 
     Attributes:
         records: the matrices of layers.
-        now: which layers are streamed.
-        files: by key, where the checkpoint's files hold the very bytes of a record.
-        pool: where host memory comes from.
-        experts: those that are streamed; None if layers are.
+        now: the streamed layers.
+        files: by key, the span of the checkpoint's files that equals a record.
+        pool: source of host memory.
+        experts: the streamed experts; None if layers are streamed.
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class StreamedWeights:
         files: Mapping[Hashable, FileRecord],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """Book the room of weights that are about to come, by `place`. `transport` makes what carries copies; None for
-        that of the device.
+        """Book the weights that `place` will add. `transport` makes the transport of copies; None for the device's.
 
         Raises:
             TierCapacityError: a tier has no room for them.
@@ -75,15 +74,15 @@ class StreamedWeights:
         self._ledger, self._device, self._transport = ledger, device, transport
         self._homes: WeightHomes | None = None
         self.experts = StreamedExperts(records, now) if now.experts else None
-        self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
+        self._broken_off = False  # False only after `rest` or `settle` finished: Ctrl-C may come anywhere
         ledger.allocate({Account.WEIGHTS: now.resident})
-        # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
+        # Before any read: later, tensors that wait to be coded would leave gaps that no record fits.
         resident = [layer for layer in records.layers if layer not in now.layers]
         self._coming: dict[Hashable, _Coming] = {
             layer: _Coming(records.layer, records.on_device(device).bytes, dict(records.layer.rows))
             for layer in resident
         }
-        # The first records of this order go below the host.
+        # The first records in this order go below the host.
         self._order = {key: place for place, key in enumerate(key for layer in now.layers for key in now.keys(layer))}
         if now.layers:
             self._open_slots()
@@ -91,20 +90,20 @@ class StreamedWeights:
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
         host, homes = self.now.lower(self._ledger.budget)[Tier.HOST], self._homes
-        ring = homes is not None and homes.residency.opened  # not after a failure
+        ring = homes is not None and homes.residency.opened  # False after a failure
         scratch = 0 if homes is None else homes.tiers.scratch_bytes
         here = sum(each.nbytes for each in self.now.buffers if ring or each.account is not Account.STAGING)
         return {Tier.DEVICE: here, Tier.HOST: sum(host.values()), Tier.DISK: scratch}
 
     def room(self, own: str, rows: slice | None = None) -> UInt8[Tensor, " nbytes"] | None:
-        """Where the bytes of the weight that we call `own`, or of some of its rows, belong: in the record of its layer,
-        on the device or in the host tier; None for a weight in no record."""
+        """The memory for the bytes of the weight named `own`, or of some of its rows. It is in the record of its layer,
+        on the device or on the host; None for a weight without a record."""
         found = self.records.find(own)
         if found is None:
             return None
         key, name, rows = self._record_of(*found, rows)
         layout = self.records.record
-        if key in self.files and self._is_below(key):  # it is read to be looked at alone
+        if key in self.files and self._is_below(key):  # the bytes are only read for inspection
             span = layout.span(name, rows)
             return torch.empty(span.stop - span.start, dtype=torch.uint8)
         if key not in self._coming:
@@ -115,7 +114,7 @@ class StreamedWeights:
         return coming.bytes[coming.layout.span(name, rows)]
 
     def place(self, own: str, weight: Tensor | CodedRows, rows: slice | None = None) -> None:
-        """The weight that we call `own` is there, or some of its rows, in their `room` if they have one."""
+        """Add the weight named `own`, or some of its rows, which are in their `room` if they have one."""
         found = self.records.find(own)
         if found is None:
             self.records.place(own, weight)
@@ -124,7 +123,7 @@ class StreamedWeights:
             self.records.place(own, None)
         key, name, rows = self._record_of(*found, rows)
         if key in self.files and self._is_below(key):
-            if key not in self._open().residency:  # the first of its matrices: the files have all of them
+            if key not in self._open().residency:  # at its first matrix: the files hold the whole record
                 self._open().read(key)
             return
         coming = self._coming[key]
@@ -139,11 +138,11 @@ class StreamedWeights:
                 self._open().sink(key)
 
     def settle(self, then: WeightBytes) -> None:
-        """Stream the layers of `then`, as many records from below the host. After a failure `now` says how far it came.
+        """Stream the layers of `then`, with its number of records below the host. `now` is right even after a failure.
 
         Raises:
-            TierCapacityError: a tier has no room for what comes to it.
-            TransferError: a layer that is to come back does not.
+            TierCapacityError: a tier has no room for a layer or record that moves to it.
+            TransferError: a copy of a layer that returns to the device failed.
         """
         if self._broken_off:
             self._recover()
@@ -163,7 +162,7 @@ class StreamedWeights:
             for layer in (layer for layer in before if layer not in then.layers):
                 self._return(layer)
             if len(then.layers) < len(before):
-                synchronize(self._device)  # the next call may compute on another stream than those layers came to
+                synchronize(self._device)  # the next call may compute on another stream than the copies ran on
             free = room - homes.make_room(room)
             here = {*homes.on_host} if free else set()
             below = [key for key in homes.layers if key not in here] if free else []
@@ -180,8 +179,8 @@ class StreamedWeights:
 
     @spanned(Op.WEIGHTS)
     def enter(self, layer: int) -> None:
-        """Let compute wait for the matrices of `layer`, if it is streamed, and send the next streamed layer. Experts
-        come when their router has picked them.
+        """Let the compute stream wait for the matrices of `layer`, if it is streamed, and fetch the next streamed
+        layer. Experts are fetched after their router has picked them.
 
         Raises:
             TransferError: a copy of the layer failed.
@@ -200,18 +199,18 @@ class StreamedWeights:
             residency.use([], ahead)
 
     def rest(self, *, failed: bool) -> None:
-        """A call is over: no layer is in use. The next call may compute on another stream."""
+        """End a call: no layer is in use. The next call may compute on another stream."""
         self.records.hide()
         if self._homes is not None:
             self._homes.residency.rest()
         self._broken_off = self._broken_off and failed
 
     def stats(self) -> TierStats | None:
-        """What moved since `restart`; None if nothing is streamed."""
+        """Transfers since `restart`; None if nothing is streamed."""
         return None if self._homes is None else self._homes.tiers.stats()
 
     def restart(self) -> None:
-        """Count what moves anew."""
+        """Reset the counts of transfers."""
         if self._homes is not None:
             self._homes.tiers.restart_stats()
 
@@ -224,7 +223,7 @@ class StreamedWeights:
                 raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {here}")
 
     def note(self) -> None:
-        """Bring `now` and the books up to date. A layer on the device has no record."""
+        """Update `now` and the ledger. A layer on the device has no record."""
         there: dict[Hashable, int] = {}
         here = 0
         if self._homes is not None:
@@ -241,7 +240,7 @@ class StreamedWeights:
         self._ledger.release({Account.WEIGHTS: max(0, booked - resident)})
 
     def close(self) -> None:
-        """Give everything back that lies below the device, and the ring. May be called again."""
+        """Free the ring and all memory below the device. May be called again."""
         for coming in self._coming.values():
             if coming.home is not None:
                 coming.home.free()
@@ -252,7 +251,7 @@ class StreamedWeights:
         self._homes = None
 
     def _record_of(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, str, slice | None]:
-        """The record, or the layer of the device, that `rows` of a matrix belong to; and which rows of it they are."""
+        """Key of the record (or the layer on the device) that holds `rows` of a matrix, and their place in it."""
         if layer not in self.now.layers:
             return layer, name, rows
         key, rows = self.records.find_record(layer, name, rows)
@@ -277,7 +276,7 @@ class StreamedWeights:
         self._ledger.release({Account.WEIGHTS: self.now.layer})
 
     def _return(self, layer: int) -> None:
-        """Bring a layer back to stay."""
+        """Make a layer resident again."""
         residency = self._open().residency
         self._ledger.allocate({Account.WEIGHTS: self.now.layer})
         chunk = self.records.on_device(self._device)
@@ -289,11 +288,11 @@ class StreamedWeights:
             residency.remove(key)
 
     def _is_below(self, key: Hashable) -> bool:
-        """Whether the host has no room for a record that is about to be placed."""
+        """Whether a record that is about to be placed goes below the host."""
         return self._order.get(key, self.now.below) < self.now.below
 
     def _open(self) -> WeightHomes:
-        """The tiers of the records, opened with the first one."""
+        """The tiers of the records, opened with the first record."""
         if self._homes is None:
             transport = None if self._transport is None else self._transport()
             recurs = (lambda _: False) if self.experts is None else self.experts.recurs
@@ -314,7 +313,7 @@ class StreamedWeights:
             self._homes.close_slots()
 
     def _recover(self) -> None:
-        """Begin anew after a call that was broken off, in whatever state it left the slots."""
+        """Reset the slots after a call that was broken off in any state."""
         self.records.forget_slots()
         if self._homes is not None:
             self._homes.tiers.synchronize()

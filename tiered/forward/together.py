@@ -1,9 +1,9 @@
 """Passes of several calls that go through the layers together.
 
-Norms, projections, the MLP and the head are of all rows at once, so each weight is read once for all calls. Attention
-and the store are each call's own. On the CPU a row's result does not depend on the other rows: within `FEW_ROWS` the
-library sums the products of a row in one order, however many rows there are. Calls with fewer or more rows go alone.
-On CUDA libraries choose kernels by the number of rows, so the last bits of a row can differ; not measured on a GPU.
+Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has
+its own attention and store. On the CPU a row's result does not depend on the other rows in the batch: within `FEW_ROWS`
+the library sums the products of a row in one order. Calls with fewer or more rows go alone. On CUDA libraries choose
+kernels by the number of rows, so the last bits of a row can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,20 @@ _FLOAT32 = 4
 
 
 def shareable(forward: Forward, pass_: Pass) -> bool:
-    """Whether a pass may go through the layers beside others'. Queries that are scaled by position go alone."""
+    """Whether a pass may be batched with other passes. Queries that are scaled by position go alone."""
     outputs = len(pass_.ids) * pass_.rows[pass_.output].count
     plain = pass_.program is None and not pass_.reads and forward.rotary.query_scale is None
     return plain and pass_.count in FEW_ROWS and outputs in FEW_ROWS
 
 
 def shared_bytes(sizes: CallShape) -> int:
-    """Of a call whose rows go beside others': the angles of these rows once more, and of the last layer's."""
+    """Bytes of a call that is batched with others: a copy of its rows' angles, and of the last layer's."""
     rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
     return 2 * rows * sizes.shape.head_dim * _FLOAT32
 
 
 def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
-    """The numbers of `passes`, which are shareable, in groups of no more than `FEW_ROWS`, in order."""
+    """Indices of the shareable `passes` in groups of at most `FEW_ROWS` rows, in order."""
     groups: list[list[int]] = []
     room = 0
     for number, pass_ in enumerate(passes):
@@ -54,8 +54,8 @@ def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
 
 
 def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences output vocab"]]:
-    """float32 logits of each pass, which are shareable and of one model: to the bit those of `Forward.logits` on a CPU.
-    What this takes is no more than what each of the calls has booked for itself, and `shared_bytes`."""
+    """float32 logits of each pass, all shareable and of one model. On a CPU they equal those of `Forward.logits` bit
+    for bit. Memory stays within the bookings of all calls and `shared_bytes`."""
     if len(asked) == 1:
         return [forward.logits(pass_) for forward, pass_ in asked]
     model = asked[0][0].model
@@ -88,7 +88,7 @@ def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences out
 
 
 class _Together:
-    """Rows of several calls side by side, as one sequence."""
+    """Rows of several calls, concatenated into one sequence."""
 
     def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows]) -> None:
         self.rows = rows
@@ -107,31 +107,31 @@ class _Together:
         keys: Float[Tensor, "1 kv_heads all head_dim"],
         values: Float[Tensor, "1 kv_heads all head_dim"],
     ) -> None:
-        """Store each call's in its own store."""
+        """Write the keys and values of each call to its own store."""
         for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
             forward.store_keys_values(layer, rows, *own)
 
     def note_picks(self, layer: int, experts: Int[Tensor, "all picked"], picked: list[int]) -> None:
-        """Tell each call of its own rows' experts."""
+        """Record the experts of each call's rows in its forward."""
         for (forward, _), own in zip(self._asked, experts.split(self._counts), strict=True):
             forward.note_picks(layer, own, picked_experts(own))
 
     def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
-        """Each call's, as views."""
+        """Views of each call's heads."""
         return [
             part.unflatten(1, (batch, -1)).transpose(0, 1)
             for part, batch in zip(projected[0].split(self._counts, dim=1), self._batches, strict=True)
         ]
 
     def apart(self, logits: Float[Tensor, "1 all vocab"]) -> list[Float[Tensor, "batch rows vocab"]]:
-        """Each call's, as views."""
+        """Views of each call's logits."""
         return [
             part.unflatten(0, (batch, -1))
             for part, batch in zip(logits[0].split(self._counts), self._batches, strict=True)
         ]
 
     def chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
-        """Those of the output rows."""
+        """The rows whose logits are computed."""
         outputs = [pass_.output for _, pass_ in self._asked]
         if all(rows[output].count == rows.count for rows, output in zip(self.rows, outputs, strict=True)):
             return hidden

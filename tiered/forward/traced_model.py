@@ -8,8 +8,8 @@ from tiered.core.ops import Op
 from tiered.core.spans import active, spanned
 from tiered.models.base import DiffusionModel
 
-# Methods of `DiffusionModel` that compute for a step. `queries`, `keys_values` and `attend` are called by methods of
-# `Forward` alone, which are ranges with what is around them.
+# Methods of `DiffusionModel` that compute for a step. Only `Forward` calls `queries`, `keys_values` and `attend`, in
+# methods that are ranges themselves.
 PIECES: Mapping[str, Op] = MappingProxyType(
     {
         "embed": Op.EMBED,
@@ -24,12 +24,12 @@ PIECES: Mapping[str, Op] = MappingProxyType(
 
 
 def traced(model: DiffusionModel) -> DiffusionModel:
-    """`model` while nothing is recorded; else its double, whose pieces are ranges."""
+    """`model`, or a wrapper whose pieces are ranges while a call is recorded."""
     return model if active() is None else cast(DiffusionModel, _TracedModel(model))
 
 
 class _TracedModel:
-    """Everything of `model`, its pieces as ranges. So no family and no policy has to know of ranges."""
+    """A wrapper of `model` whose pieces are ranges, so families and policies need no code for recording."""
 
     def __init__(self, model: DiffusionModel) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""Where the records of streamed weights lie: pinned host memory, the checkpoint's files, or the scratch file."""
+"""The homes of streamed weights: pinned host memory, the checkpoint's files, or the scratch file."""
 
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
@@ -34,8 +34,8 @@ class WeightHomes:
         transport: Transport | None,
         recurs: Callable[[Hashable], bool],
     ) -> None:
-        """`files`: by key, where the checkpoint's files hold the very bytes of a record. `recurs`: as for `Residency`.
-        Raises `TierCapacityError` if the host has no room for the slots that records from files pass."""
+        """`files`: by key, the span of the checkpoint's files that equals a record. `recurs` as in `Residency`. Raises
+        `TierCapacityError` if the host has no room for the slots that records from files pass through."""
         self._files = files
         self._layers = {key: layer for layer in needed.recorded for key in needed.keys(layer)}
         self._nbytes, self._room = needed.record, needed.slot_bytes
@@ -48,12 +48,12 @@ class WeightHomes:
 
     @property
     def layers(self) -> dict[Hashable, int]:
-        """The layers of all records there are, ascending, by key."""
+        """The layer of each record by key, ascending."""
         return {key: layer for key, layer in self._layers.items() if key in self.residency}
 
     @property
     def on_host(self) -> list[Hashable]:
-        """The records in host memory, ascending."""
+        """Keys of the records in host memory, ascending."""
         return [key for key in self.layers if self.residency.home(key).tier is Tier.HOST]
 
     def open_slots(self, slots: int) -> None:
@@ -62,7 +62,6 @@ class WeightHomes:
             self.residency.open(self.tiers.slots(Region.FETCH_SLOT, slots, self._room, self._ring))
 
     def close_slots(self) -> None:
-        """Give the slots on the device back."""
         self.residency.close_slots()
         self._ring.close()
 
@@ -71,15 +70,15 @@ class WeightHomes:
         return self.tiers.host_home(Account.WEIGHTS, self._nbytes, self._room)
 
     def place(self, key: Hashable, home: Home) -> None:
-        """Add a record."""
+        """Add a record with this home."""
         self.residency.place(key, home, layer=self._layers[key])
 
     def read(self, key: Hashable) -> None:
-        """Add a record as the checkpoint's files have it."""
+        """Add a record whose home is the checkpoint's files."""
         self.place(key, Home.in_files(self._files[key]))
 
     def sink(self, key: Hashable) -> None:
-        """Let a record leave host memory. Errors as `Tiers.to_scratch`."""
+        """Move a record out of host memory. Errors as `Tiers.to_scratch`."""
         if key in self._files:
             home = Home.in_files(self._files[key])
         else:
@@ -87,12 +86,12 @@ class WeightHomes:
         self.residency.move(key, home)
 
     def lift(self, key: Hashable) -> None:
-        """Bring a record to host memory. Errors as `Tiers.to_host`."""
+        """Move a record to host memory. Errors as `Tiers.to_host`."""
         home = self.tiers.to_host(self.residency.home(key), Account.WEIGHTS, self._room, self._layers[key])
         self.residency.move(key, home)
 
     def make_room(self, room: int) -> int:
-        """Let records leave host memory until at most `room` are there, and return how many are. Errors as `sink`."""
+        """Move records out of host memory until at most `room` are left; returns their number. Errors as `sink`."""
         here = self.on_host
         while len(here) > room:
             self.sink(here.pop())
@@ -104,6 +103,5 @@ class WeightHomes:
         self.tiers.check_integrity()
 
     def close(self) -> None:
-        """Give everything back."""
         self.close_slots()
         self.tiers.close()

@@ -1,4 +1,4 @@
-"""The matrices of a model's layers as they stand in records, and in the modules that use them."""
+"""The matrices of a model's layers, in records and in the modules that use them."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ Matrix = Tensor | CodedRows
 
 
 class RecordLayout:
-    """Where matrices stand in a record: those of a layer, or `1 / apart` of each.
+    """The layout of a record: a layer's matrices, or `1 / apart` of each.
 
     Attributes:
         nbytes: bytes of a record.
@@ -43,12 +43,12 @@ class RecordLayout:
 
 
 class WeightRecords:
-    """Where each matrix of a layer stands in records, and the modules that it belongs to. On the device a layer is in
-    one piece, of the layout `layer`. A record below the device has the layout `record`: of a layer, or of an expert.
+    """The layouts of records, and the modules that own their matrices. On the device a layer is one piece of the layout
+    `layer`. A record below the device has the layout `record`: of a layer, or of an expert.
 
     Attributes:
-        model: whose matrices they are.
-        form: how the weights are kept.
+        model: owner of the matrices.
+        form: how the weights are stored.
         layers: layers with records, ascending.
     """
 
@@ -69,11 +69,10 @@ class WeightRecords:
         return list(self.layer.rows)
 
     def find(self, own: str) -> tuple[int, str] | None:
-        """`ModelShape.place_of`."""
         return self.model.shape.place_of(own)
 
     def find_record(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, slice | None]:
-        """The key of the record with `rows` of a matrix, and which rows of it they are there."""
+        """Key of the record that holds `rows` of a matrix, and their place in the record."""
         if self.model.shape.experts is None:
             return layer, rows
         assert rows is not None, "experts come one by one"
@@ -81,18 +80,18 @@ class WeightRecords:
         return (layer, expert), slice(first, first + rows.stop - rows.start)
 
     def may_be_coded(self, own: str) -> bool:
-        """Whether the weight that we call `own` is in the form's code, if it has one."""
+        """Whether the weight named `own` is coded if the form has a code."""
         return self.model.shape.is_matrix(own) or (self.form.head and own in TABLES)
 
     def on_device(self, device: torch.device) -> Chunk:
-        """Memory for a layer that stays. Raises `TierCapacityError` if the device has none."""
+        """Memory for a resident layer. Raises `TierCapacityError` if the device has none."""
         try:
             return device_chunks(device)(self.layer.nbytes)
         except NoRoomError as error:
             raise TierCapacityError(error.needed, error.available, Tier.DEVICE, str(error)) from error
 
     def write(self, key: Hashable, record: UInt8[Tensor, " record"]) -> None:
-        """Copy what belongs to a record from its layer, which is on the device."""
+        """Copy the bytes of a record from its layer, which is on the device."""
         layer, expert = key if isinstance(key, tuple) else (key, 0)
         for name in self.names:
             weight = getattr(self.model.blocks[layer], name).weight
@@ -101,19 +100,19 @@ class WeightRecords:
             part.copy_(stored.flatten()[expert * len(part) : (expert + 1) * len(part)])
 
     def segments(self, key: Hashable) -> list[Segment]:
-        """Where the bytes of a record go in its layer."""
+        """The places of a record's bytes in its layer."""
         expert = key[1] if isinstance(key, tuple) else 0
         spans = ((self.record.span(name), self.layer.span(name).start) for name in self.names)
         sizes = ((span.start, start, span.stop - span.start) for span, start in spans)
         return [Segment(at, start + expert * size, size) for at, start, size in sizes]
 
     def assign(self, layer: int, record: UInt8[Tensor, " layer"]) -> None:
-        """Make the matrices in `record`, of a whole layer, the model's, to stay."""
+        """Make the matrices in `record`, which is a whole layer, the model's permanent ones."""
         for name, weight in zip(self.names, self._matrices(record, self.layer), strict=True):
             assign(self.model, f"blocks.{layer}.{name}.weight", weight)
 
     def matrix(self, record: UInt8[Tensor, " record"], name: str, layout: RecordLayout) -> Matrix:
-        """One matrix in a record, as its modules use it."""
+        """One matrix in a record, in the form that modules use."""
         out, inner = layout.rows[name], self.model.shape.matrices[name][1]
         stored, code = record[layout.span(name)], self.form.code
         if code is None:
@@ -121,11 +120,11 @@ class WeightRecords:
         return CodedRows(stored.view(out, -1), code, inner, self._dtype)
 
     def place(self, own: str, weight: Matrix | None) -> None:
-        """Make `weight` the one that we call `own`; None for a weight that is elsewhere."""
+        """Assign the weight named `own`; None for a weight that is not on the device."""
         assign(self.model, own, weight)
 
     def views(self, record: UInt8[Tensor, " record"]) -> list[Matrix]:
-        """The matrices of a record in a slot. Slots are the same ones until `forget_slots`."""
+        """The matrices of a record in a slot. Slots stay the same until `forget_slots`."""
         views = self._views.get(record.data_ptr())
         if views is None:
             views = self._views[record.data_ptr()] = list(self._matrices(record, self.record))
@@ -139,23 +138,23 @@ class WeightRecords:
         self.hide()
         views = self.views(record)
         self._shown = layer
-        # Right into their attributes: a module takes its time for a parameter, and there is one for every forward.
+        # Past `nn.Module`, because assigning parameters takes time and this runs in every forward.
         for owner, weight in zip(self._owners[layer], views, strict=True):
             vars(owner)["weight"] = weight
 
     def hide(self, other_than: int | None = None) -> None:
-        """No layer is shown any more, except for `other_than`."""
+        """Unbind the shown layer, unless it is `other_than`."""
         if self._shown is not None and self._shown != other_than:
             self.unbind(self._shown)
             self._shown = None
 
     def forget_slots(self) -> None:
-        """No layer is shown, in whatever state a call was broken off, and slots will be others."""
+        """Unbind the shown layer, in any state of a call that was broken off, and drop all views of slots."""
         self.hide()
         self._views.clear()
 
     def unbind(self, layer: int) -> None:
-        """Leave the modules of `layer` without matrices: their use is an error then."""
+        """Remove the matrices of `layer` from its modules, so that using them is an error."""
         for owner in self._owners[layer]:
             owner._parameters.pop("weight", None)
             vars(owner)["weight"] = None

@@ -1,1 +1,1 @@
-"""Model families: what config.json says, which weights a checkpoint holds, and the forward over rows."""
+"""Model families: the reader of config.json, the weights of a checkpoint, and the forward over rows."""

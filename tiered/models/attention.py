@@ -14,10 +14,10 @@ from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Columns, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 
-# Rows of a block or an update. With more rows arithmetic sets the pace: columns in parts gain nothing, and torch's
+# Rows of a block or an update. With more rows arithmetic is the limit: splitting columns gains nothing, and torch's
 # kernels use the fast units of each GPU.
 MOST_ROWS = 512
-# The output of some rows over a part, [batch, heads, rows, head_dim], and the log-sum-exp of their scores.
+# Output of some rows over a part, [batch, heads, rows, head_dim], and the log-sum-exp of their scores.
 Attended = tuple[Tensor, LogSumExp]
 Joined = Float[Tensor, "batch rows heads_width"]  # outputs of rows, heads concatenated
 
@@ -29,7 +29,7 @@ class Limits:
     Attributes:
         key_mask: False at columns that no row reads.
         pads: columns in front of which `key_mask` is False, if it is False nowhere else.
-        start, stop: first column that each row reads, and the one behind the last.
+        start, stop: first column that each row reads, and the column behind its last.
     """
 
     key_mask: Bool[Tensor, "batch length"] | None = None
@@ -39,8 +39,8 @@ class Limits:
 
 
 def attend(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Joined:
-    """Attention over one part, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
-    else by torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
+    """Attention over one part, heads concatenated. `block_attention` computes it if it is a kernel or torch cannot,
+    otherwise torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
     reference = for_device(block_attention, queries.device) is block_attention
     plain = all(value is None for value in (limits.start, limits.stop, *softened.values()))
     by_torch = plain and (reference or queries.shape[2] > MOST_ROWS)
@@ -50,7 +50,7 @@ def attend(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **s
 
 
 def attend_part(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
-    """The same as a part that can be merged with others."""
+    """The same, with the log-sum-exp that a merge with other parts needs."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:
         start = pads if start is None else torch.maximum(pads, start)
@@ -60,7 +60,7 @@ def attend_part(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits
 
 
 def merged(part: Attended, others: Iterable[Attended]) -> Heads:
-    """The output of rows that read all of these parts; in float32."""
+    """Output of rows that read all of these parts, in float32."""
     total, sums = part[0].float(), part[1]
     for mixed, of_part in others:
         peak = torch.maximum(sums.peak, of_part.peak)
@@ -78,7 +78,7 @@ def heads_joined(mixed: Heads) -> Joined:
 def _by_torch(queries: Heads, keys: Columns, values: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> Joined:
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.
+    # Grouped queries: heads that share a key head become more rows of that head, so no key is ever copied.
     folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     mask = None if key_mask is None else key_mask[:, None, None]
     mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)

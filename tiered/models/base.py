@@ -1,7 +1,7 @@
 """A diffusion LM without its loop over layers: the pieces of a layer, each over any rows.
 
 The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. The pieces
-here are Llama's: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
+here are Llama's: norm → attention → norm → MLP with a gate. A family overrides pieces that differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ from tiered.models.shape import ModelShape
 M = TypeVar("M", bound="DiffusionModel")
 KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
-# Called with a layer, the experts that its rows go to, on the host, and these experts once each, ascending.
+# Called with a layer, the experts of its rows, on the host, and each of these experts once, ascending.
 RouterProbe = Callable[[int, Int[Tensor, "rows picked"], list[int]], None]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled by the weight. If it is
-    `zero_centred`, it is scaled by 1 + weight before it is rounded."""
+    """Root-mean-square norm in float32, rounded to the model's dtype, then scaled by the weight. If `zero_centred`, it
+    is scaled by 1 + weight before rounding."""
 
     zero_centred: ClassVar[bool] = False
 
@@ -62,13 +62,13 @@ class Block(nn.Module):
 
 
 class DiffusionModel(nn.Module):
-    """The weights and the arithmetic of a family. Parameters have no gradient. Construct it under
-    `torch.device("meta")` to take no memory before the weights arrive.
+    """The weights and the arithmetic of a family. Parameters have no gradient. Constructed under
+    `torch.device("meta")`, it takes no memory before the weights arrive.
 
     Attributes:
         read_config: reads config.json (official keys); raises ValueError for a setting that the forward lacks.
         noise: noise that answers begin with and that steps remove; None for masks alone.
-        mask_token_id, eos_token_id, pad_token_id: special tokens of the vocabulary.
+        mask_token_id, eos_token_id, pad_token_id: ids of special tokens.
     """
 
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
@@ -110,8 +110,8 @@ class DiffusionModel(nn.Module):
         return self.config.parameter_names[official]
 
     def official(self, name: str) -> Tensor:
-        """The weight that has the official `name`; a view of some rows of ours if it is a piece. Raises
-        `AttributeError` for a weight in codes."""
+        """The weight with the official `name`; a view of some of its rows if it is a piece of one of ours. Raises
+        `AttributeError` for a coded weight."""
         weight = self.get_parameter(self.parameter_name(name))
         return weight[self.config.pieces[name]] if name in self.config.pieces else weight
 
@@ -128,7 +128,7 @@ class DiffusionModel(nn.Module):
         return self.blocks[layer].attn_norm(hidden)
 
     def keys(self, layer: int, normed: Hidden, rotary: Rotary) -> KeyHeads:
-        """Keys (rotated) of the rows."""
+        """Rotated keys of the rows."""
         norm = getattr(self.blocks[layer], "k_norm", None)
         return rotary.rotate(self._normed_heads(self._of_attention(layer, "k_proj", normed), norm))
 
@@ -139,7 +139,7 @@ class DiffusionModel(nn.Module):
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
-        """Queries (rotated) of the rows."""
+        """Rotated queries of the rows."""
         norm = getattr(self.blocks[layer], "q_norm", None)
         return rotary.rotate_queries(self._normed_heads(self._of_attention(layer, "q_proj", normed), norm))
 
@@ -150,21 +150,21 @@ class DiffusionModel(nn.Module):
     def attend_part(
         self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, *, sinks: bool = False
     ) -> Attended:
-        """The same as one of several parts, of which one alone counts the sinks."""
+        """The same over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
         return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
-        """Keys, not rotated, that every row of `layer` attends to beside the canvas; None if there are none."""
+        """Unrotated keys that every row of `layer` attends to beside the canvas; None if there are none."""
         return None
 
     def attention_out(self, layer: int, mixed: Joined) -> Hidden:
-        """The attention branch, as it is added to the residual stream (`ATTN_OUT`)."""
+        """The attention branch, to be added to the residual stream (`ATTN_OUT`)."""
         return self._project(mixed, self.blocks[layer].attn_out)
 
     def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
-        """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`). `probe` sees what a router
-        picks; None for no look."""
+        """The MLP branch with its norm, to be added to the residual stream (`FFN_OUT`). `probe` is called with the
+        picks of a router; None for no call."""
         block = self.blocks[layer]
         return self._gated(block.ff_norm(hidden), block.ff_proj, block.up_proj, block.ff_out)
 
@@ -174,7 +174,7 @@ class DiffusionModel(nn.Module):
 
     def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear) -> Projected:
         projected = self._scaled(project(rows, projection.weight), projection.weight)
-        # In place: the projection is as large as the result, and this is its only reference.
+        # In place: the projection is as large as the result, and has no other reference.
         return projected if projection.bias is None else projected.add_(projection.bias)
 
     def _of_attention(self, layer: int, name: str, normed: Hidden) -> Projected:
@@ -183,12 +183,12 @@ class DiffusionModel(nn.Module):
 
     def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
         multiply = for_device(silu_mul, normed.device)
-        # Neither factor has a name here: they are gone before the last projection.
+        # No name keeps a factor alive until the last projection.
         gated = multiply(self._project(normed, gate), self._project(normed, up))
         return self._project(gated, out)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
-        """A product with `weight`, scaled as the family does."""
+        """A product with `weight`, scaled as the family requires."""
         return projected
 
     def _softened(self, layer: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class DiffusionModel(nn.Module):
         return {}
 
     def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
-        """Heads of `projected`, normed together or, by a norm of one head's width, head by head."""
+        """Heads of `projected`, normed over their full width or, by a norm of one head's width, head by head."""
         if norm is None:
             return self._heads(projected)
         weight: Any = norm.weight
@@ -210,9 +210,8 @@ class DiffusionModel(nn.Module):
 
 
 def head(model: DiffusionModel, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
-    """float32 logits of what the last layer puts out, which is scratch space afterwards; NaN where a row has no finite
-    norm."""
-    # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a token
-    # like any other. Such a row is NaN from here on; to all others this adds 0.
+    """float32 logits of the last layer's output; NaN at rows without a finite norm. Overwrites `hidden`."""
+    # If the norm of a row overflows float32, the last norm would return zeros, and equal logits would look valid. So
+    # such a row becomes NaN here; all others get 0 added.
     hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
     return model.logits(hidden)

@@ -23,17 +23,17 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NEGATIVE = 0x80  # from here on E4M3 has a sign
+_NEGATIVE = 0x80  # sign bit of E4M3
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_LENGTH_BYTES = 8  # of the header, in front of it
-# All experts of a layer in one tensor. In the first of these, the gate of each lies before what it multiplies.
+_LENGTH_BYTES = 8  # length of the header, in front of it
+# All experts of a layer in one tensor. In the first of these, each expert's gate lies before its up projection.
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes.
+    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its number of bytes.
 
     Attributes:
         stack: name of the tensor that it is a part of, with the number and the rows of the part; None for no part.
@@ -47,7 +47,7 @@ class StoredTensor:
     stack: tuple[str, int, slice] | None = None
 
     def read(self, name: str) -> Tensor:
-        """The tensor of this `name`: a view of the file, mapped as long as it lives."""
+        """The tensor of this `name`: a view of the file, which stays mapped while the tensor lives."""
         with safe_open(self.file, framework="pt") as shard:
             if self.stack is None:
                 return shard.get_tensor(name)
@@ -55,7 +55,7 @@ class StoredTensor:
             return shard.get_slice(stack)[number, rows]
 
     def parts(self, stack: str, halves: int) -> Iterator["StoredTensor"]:
-        """Each matrix of this tensor, whose name is `stack`, in so many parts."""
+        """Each expert's matrix of this tensor, whose name is `stack`; with `halves` = 2, its two halves apart."""
         (count, rows, width), nbytes = self.shape, self.nbytes // (self.shape[0] * halves)
         for place in range(count * halves):
             first = place % halves * (rows // halves)
@@ -68,7 +68,7 @@ class Checkpoint:
     """The weights of a model in safetensors files, one tensor at a time.
 
     Attributes:
-        codes: code of each weight that the files hold in codes, by its official name.
+        codes: code of each coded weight in the files, by its official name.
     """
 
     def __init__(self, directory: Path, shape: ModelShape, config: Mapping[str, object]) -> None:
@@ -76,9 +76,9 @@ class Checkpoint:
 
         Raises:
             FileNotFoundError: no weights, or a shard that the index names is missing.
-            ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere,
-                codes that none of ours can hold, or weights that are missing, unexpected, there twice, of another
-                shape, or of a dtype that is not floating point; names every one.
+            ValueError: a file is truncated or not safetensors, the index names files elsewhere, or codes do not fit
+                any of ours. Weights are missing, unexpected or duplicate, or have another shape or a dtype that is not
+                floating point; names each of them.
         """
         self._shapes = shape.weight_shapes
         stored, metadata = _read_headers(_shards_in(directory))
@@ -90,12 +90,12 @@ class Checkpoint:
         self.codes: Mapping[str, WeightCode] = {name: parts.code for name, parts in self._coded.items()}
 
     def order(self) -> Iterator[str]:
-        """The official names, file by file in the order of the file's bytes."""
+        """Official names in the order of files and of bytes within a file."""
         official = {parts.codes.name: name for name, parts in self._coded.items()}
         yield from (official.get(name, name) for name in self._stored if name in official or name in self._raw)
 
     def extent(self, name: str, dtype: torch.dtype) -> tuple[Path, int, int] | None:
-        """The file, first byte and bytes of the weight `name` if the file holds it as `dtype`, else None."""
+        """File, first byte and number of bytes of the weight `name`; None unless the file holds it as `dtype`."""
         if name in self._coded or WEIGHT_DTYPES[self._stored[name].dtype] != dtype:
             return None
         stored = self._stored[name]
@@ -111,30 +111,30 @@ class Checkpoint:
         into: UInt8[Tensor, " nbytes"] | None = None,
     ) -> Tensor | CodedRows:
         """The weight `name` on `device`, as `dtype`, or in `code`, encoded there from its values in `dtype`. A weight
-        that the files hold in a code keeps it. `into`: memory for it, on any device; None for memory of its own.
+        that is coded in the files keeps its code. `into`: memory for it, on any device; None to allocate it.
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold its values.
-            ValueError: a `code` for a weight that is not a matrix, codes in the file that none of ours can hold, or an
-                embedding or a head of zeros alone.
+            ValueError: the weight is not a matrix but has a `code`, codes in the file fit none of ours, or an embedding
+                or a head holds only zeros.
         """
         if name in self._coded:
             return self._read_coded(name, self._coded[name], dtype, device, into)
         stored = self._stored[name]
         if code is not None and len(stored.shape) != 2:
-            raise ValueError(f"the weight {name} {list(stored.shape)} is no matrix, which {code} is for")
+            raise ValueError(f"the weight {name} {list(stored.shape)} is not a matrix, so {code} does not fit it")
         values = stored.read(name)
-        # A copy even where dtype and device are the same: the values are the mapped file.
+        # Copied even if dtype and device are the same, because the values are the mapped file.
         if into is None or code is not None:
             weight = torch.empty(stored.shape, dtype=dtype, device=device)
         else:
             weight = into.view(dtype).view(stored.shape)
-        ends = torch.stack(weight.copy_(values).aminmax())  # one pass, without a copy; NaN is the least and the most
+        ends = torch.stack(weight.copy_(values).aminmax())  # one pass without a copy; NaN makes both ends NaN
         if not ends.isfinite().all():
             raise _not_finite(name, stored.file, values, dtype)
         if stored.shape == self._tables and not ends.any():
             raise ValueError(
-                f"the weight {name} holds zeros alone, so that all tokens are alike: {stored.file} is damaged, or was "
+                f"the weight {name} holds only zeros, so all tokens would be equal: {stored.file} is damaged, or was "
                 "never filled"
             )
         if code is None:
@@ -157,7 +157,7 @@ class Checkpoint:
         if not all(_is_finite(weight[rows].values()) for rows in chunks(out, inner)):
             raise NonFiniteError(
                 f"the weight {name}",
-                f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or what they stand for is beyond "
+                f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or a decoded value is beyond "
                 f"{str(dtype).removeprefix('torch.')}",
             )
         return weight
@@ -189,20 +189,20 @@ class Checkpoint:
 
 
 def assign(model: nn.Module, path: str, weight: Tensor | CodedRows | None) -> None:
-    """Put `weight` in the place of the parameter, or coded weight, at `path`; None leaves no weight there."""
+    """Replace the parameter, or coded weight, at `path` by `weight`; None removes it."""
     module, _, name = path.rpartition(".")
     owner = model.get_submodule(module)
     if isinstance(weight, Tensor):
         setattr(owner, name, nn.Parameter(weight, requires_grad=False))
     else:
-        owner._parameters.pop(name, None)  # under the name of a parameter a module takes nothing else
+        owner._parameters.pop(name, None)  # a module accepts only parameters under the name of one
         setattr(owner, name, weight)
 
 
 def _coded_bytes(
     parts: CodedParts, shape: tuple[int, int], read: Callable[[Part], Tensor]
 ) -> UInt8[Tensor, "out row_bytes"]:
-    """A weight of `shape` in the layout of row_code.py, on the device where `read` puts its `parts`."""
+    """A weight of `shape` in the layout of row_code.py, on the device of the `parts` from `read`."""
     out, inner = shape
     if parts.zeros and read(parts.zeros).any():
         raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
@@ -224,8 +224,8 @@ def _coded_bytes(
 
 
 def _unswizzled(scales: UInt8[Tensor, "padded groups_padded"], out: int, groups: int) -> UInt8[Tensor, "out groups"]:
-    """Block scales in rows again. They lie in tiles of 128 rows and 4 groups, the rows r, r + 32, r + 64 and r + 96
-    beside each other (cuBLAS, layout of 1D block scaling factors)."""
+    """Block scales by row. They are stored in tiles of 128 rows and 4 groups (cuBLAS, layout of 1D block scaling
+    factors). Rows r, r + 32, r + 64 and r + 96 are adjacent."""
     down, across = -(-out // 128), -(-groups // 4)
     tiles = scales.reshape(down, across, 32, 4, 4).transpose(2, 3)
     return tiles.reshape(down, across, 128, 4).transpose(1, 2).reshape(down * 128, across * 4)[:out, :groups]
@@ -243,7 +243,7 @@ def _row_scale(
 
 
 def _is_finite(weight: Tensor) -> bool:
-    # One pass over the weight where it now is, without a copy; NaN is passed on as the least and as the most.
+    # One pass over the weight on its device without a copy; NaN makes both ends NaN.
     return bool(torch.stack(weight.aminmax()).isfinite().all())
 
 
@@ -265,12 +265,12 @@ def _shards_in(directory: Path) -> list[Path]:
         if not single.exists():
             raise FileNotFoundError(f"no weights in {directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
         if not single.is_file():
-            raise ValueError(f"{single} is no file")
+            raise ValueError(f"{single} is not a file")
         return [single]
     by_weight = read_object(index).get("weight_map")
     names = list(by_weight.values()) if isinstance(by_weight, dict) else []
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{index} is damaged: its 'weight_map' is no object of weights and names of files")
+        raise ValueError(f"{index} is damaged: its 'weight_map' is not an object of weights and names of files")
     elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
     if elsewhere:
         raise ValueError(f"{index} names {elsewhere[0]!r}; the name of a file in the same folder is allowed")
@@ -282,7 +282,7 @@ def _shards_in(directory: Path) -> list[Path]:
 
 
 def _read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of all files by name, file by file in the order of their bytes; and the files' metadata, as one."""
+    """The tensors of all files by name, in the order of files and bytes; and the files' metadata, merged."""
     found: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -297,7 +297,7 @@ def _read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str,
 
 
 def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) -> dict[str, StoredTensor]:
-    """`found`, each expert of a stack by the name that it has alone, where `shapes` has such names."""
+    """`found` with each expert of a stack under its own official name, if `shapes` has such names."""
     alone: dict[str, StoredTensor] = {}
     twice: list[str] = []
     for name, stored in found.items():
@@ -310,7 +310,7 @@ def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) 
         twice += [each for each in by_name if each in alone]
         alone |= by_name
     if twice:
-        raise ValueError(f"{len(twice)} weights are there twice, alone and in a stack of experts: {', '.join(twice)}")
+        raise ValueError(f"{len(twice)} weights are there both alone and in a stack of experts: {', '.join(twice)}")
     return alone
 
 

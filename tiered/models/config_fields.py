@@ -1,12 +1,12 @@
-"""Books: reading values of a config.json: sizes, numbers, switches, ids of special tokens; each error names its key."""
+"""Books: readers of config.json for sizes, numbers, switches and ids of special tokens; errors name the key."""
 
 from collections.abc import Mapping
 
 from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 
-# Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
-# says so in its own table. Without any value null alone leaves it.
+# Switches of other models, by their usual names, with the values that leave the forward unchanged. A family that has
+# one lists it in its own table. An empty tuple allows only null.
 _SWITCHES: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "attn_logit_softcapping": (False,),
@@ -27,7 +27,7 @@ _SWITCHES: Mapping[str, tuple[object, ...]] = {
     "use_sliding_window": (False,),
 }
 
-# Kinds of layers by their usual names, and from which on they have windows where config.json does not say, as in Qwen3.
+# Kinds of layers by their usual names, and the default of the first layer with a window, as in Qwen3.
 _FULL, _SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28
 
 
@@ -38,8 +38,8 @@ def value_of(config: Mapping[str, object], key: str, default: object) -> object:
 
 
 def positive(config: Mapping[str, object], key: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-    """`config[key]` as a size; `default` stands in for a key that is absent or null. Raises `ValueError` for a key that
-    is absent without a default, and for anything but a positive integer up to `most`."""
+    """`config[key]` as a size; `default` if it is absent or null. Raises `ValueError` if it is absent without a
+    default, and unless it is a positive integer up to `most`."""
     value = value_of(config, key, default)
     if value is None:
         raise ValueError(f"config.json lacks {key!r}, which this model family needs")
@@ -49,7 +49,7 @@ def positive(config: Mapping[str, object], key: str, default: int | None = None,
 
 
 def count(config: Mapping[str, object], key: str, default: int = 0) -> int:
-    """`config[key]`; `default` if it is absent or null. Raises `ValueError` for anything but an integer from 0 on."""
+    """`config[key]`; `default` if it is absent or null. Raises `ValueError` unless it is an integer of at least 0."""
     value = value_of(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_SIZE:
         raise ValueError(f"config.json: {key} = {value!r}; an integer from 0 on is allowed")
@@ -62,13 +62,13 @@ def length_or_none(config: Mapping[str, object], key: str) -> int | None:
 
 
 def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int | None, ...], dict[str, object]]:
-    """The width of each layer's window (`ModelShape.windows`), and `config` without the keys that say it.
+    """The width of each layer's window (`ModelShape.windows`), and `config` without the keys that define it.
 
-    `sliding_window` is the width in the layers that `layer_types` names, without it in those from `max_window_layers`
-    on, as transformers reads Qwen3's. `used`: whether a width that stands there counts.
+    `sliding_window` is the width in the layers that `layer_types` names, or without it in layers from
+    `max_window_layers` on, as transformers reads Qwen3's. `used`: whether the width counts.
 
     Raises:
-        ValueError: a width that is none, layers of other kinds or another number of them, or a kind without its width.
+        ValueError: the width is invalid, layers have another kind or number, or a kind lacks its width.
     """
     layers, width = positive(config, "num_hidden_layers", most=MOST_LAYERS), length_or_none(config, "sliding_window")
     width = width if used else None
@@ -87,8 +87,8 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
 
 
 def checkpoint_dtype(config: Mapping[str, object]) -> str:
-    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 if it names none. Raises
-    `ValueError` for a dtype that no checkpoint of these families has."""
+    """The dtype in config.json (`torch_dtype`, or `dtype` in newer files); float32 if it has none. Raises `ValueError`
+    for a dtype that no checkpoint of these families has."""
     name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
     if name not in BYTES_PER_ELEMENT:
         raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
@@ -97,8 +97,8 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
     """Check the keys of `allowed` and the switches of other models. Each may be absent or null, or hold a value that
-    our forward implements, or a list of such values. Else `ValueError` names every key, its value and the allowed ones.
-    """
+    our forward implements, or a list of such values. Otherwise `ValueError` lists every key, its value and the allowed
+    ones."""
     wrong = [
         f"{key} = {value!r} (allowed: {', '.join(map(repr, values)) or 'null'})"
         for key, values in {**_SWITCHES, **allowed}.items()
@@ -106,7 +106,7 @@ def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ..
         and any(each not in values for each in (value if isinstance(value, list) else [value]))
     ]
     if wrong:
-        raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")
+        raise ValueError(f"the {family} forward does not implement settings of config.json: {'; '.join(wrong)}")
 
 
 def number_in(
@@ -123,7 +123,7 @@ def number_in(
     value = config.get(key)
     if value is None:
         return default
-    # Written so that NaN fails too, and an int that no float can hold.
+    # This form also rejects NaN, and an int that no float can hold.
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         positive = (least, most) == (FLOAT32_LEAST, FLOAT32_MOST)
         allowed = "a positive number that float32 can hold" if positive else f"a number from {least:g} to {most:g}"
@@ -145,9 +145,9 @@ def special_tokens(
     keys: Mapping[str, str],
     defaults: tuple[int | None, int | None, int | None],
 ) -> dict[str, int]:
-    """`mask_token_id`, `eos_token_id` and `pad_token_id`, from their `keys`; `defaults` stand for absent ones, in this
-    order. Raises `ValueError` for a token outside the vocabulary, for an absent one without a default, and if the mask
-    ends answers."""
+    """`mask_token_id`, `eos_token_id` and `pad_token_id` by their `keys`, with `defaults` in this order. Raises
+    `ValueError` for a token outside the vocabulary, for an absent one without a default, and if the mask ends
+    answers."""
     ids: dict[str, int] = {}
     for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
         key = keys[name]

@@ -21,12 +21,12 @@ class Family:
         return pkgutil.resolve_name(self.loader)
 
     def read(self, config: Mapping[str, object]) -> ModelConfig:
-        """The sizes, the weights' names and the other settings of a config.json. Raises `ValueError` for a setting that
-        the forward lacks."""
+        """Sizes, names of weights and other settings from config.json. Raises `ValueError` for a setting that the
+        forward lacks."""
         return self.resolve_loader().read_config(config)
 
     def shape(self, config: Mapping[str, object]) -> ModelShape:
-        """The sizes in `config`. Raises as `read`: a model that cannot be loaded cannot be planned."""
+        """The sizes in `config`. Raises as `read`, so a model that cannot be loaded cannot be planned."""
         return self.read(config).shape
 
 
@@ -44,11 +44,11 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family that `config`'s `model_type` names. Raises `ValueError` if there is none in `FAMILIES`."""
+    """The family of `config`'s `model_type`. Raises `ValueError` if `FAMILIES` has none."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError(f"config.json names no model_type; allowed: {', '.join(FAMILIES)}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unknown_name("model_type", model_type, FAMILIES)
-    # A file of the first LLaDA-MoE has LLaDA's name.
+    # Files of the first LLaDA-MoE have LLaDA's model_type.
     return FAMILIES["lladamoe" if model_type == "llada" and "expert_intermediate_size" in config else model_type]

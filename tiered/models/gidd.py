@@ -1,8 +1,8 @@
 """The GIDD family (arXiv 2503.04482; gidd-unif and gidd-mask, 3B and 10B): uniform, mask or mixed noise.
 
-Beside a dense layer: soft-capped scores, a learned key and value that every row attends to, final tokens that see final
-tokens alone, q/k norms over the full width, an MLP of squared ReLU without a gate, and scaled projections, branches and
-head. Absent keys of config.json take the defaults of the official `GiddConfig`.
+Differences from a plain dense layer: scores are soft-capped, and every row attends to a learned key and value. Final
+tokens see only final tokens. q/k norms are over the full width. The MLP is squared ReLU without a gate. Projections,
+branches and head are scaled. Absent keys of config.json take the defaults of the official `GiddConfig`.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ _LAYOUT = Layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiddConfig(ModelConfig):
-    """What the GIDD forward needs beside the sizes and what every forward needs.
+    """Settings of the GIDD forward beside those of `ModelConfig`.
 
     Attributes:
         branch_scale: factor of each branch: `resid_scale` over the number of layers.
@@ -54,7 +54,7 @@ class GiddConfig(ModelConfig):
 
 
 def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
-    """`config.json` as the GIDD forward reads it; raises as `Layout.read`, and for another number out of range."""
+    """The GIDD settings of `config`. Raises as `Layout.read`, and for a number of GIDD's that is out of range."""
     qk_norm, sinks = switch(config, "use_qk_norm", True), switch(config, "attention_bias")
     shift = number_in(config, "noise_type", 0.0, least=-FLOAT32_MOST)
     fields = _LAYOUT.read(
@@ -100,7 +100,7 @@ class Gidd(DiffusionModel):
         self.noise = config.noise
 
     def sinks(self, layer: int) -> tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]]:
-        """Keys and values, not rotated, that every row attends to beside those of the canvas."""
+        """Unrotated keys and values that every row attends to beside those of the canvas."""
         block = self.blocks[layer]
         if self.shape.sink_tokens:
             return block.k_bias[:, None], block.v_bias[:, None]
@@ -119,12 +119,12 @@ class Gidd(DiffusionModel):
 
     def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
         block = self.blocks[layer]
-        # In place as far as gradients allow: nothing of a layer is larger.
+        # In place, except where gradients need a copy: this is the largest tensor of a layer.
         inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
         return self._project(inner, block.ff_out) * self.config.branch_scale
 
     def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
-        # In place: a step holds nothing larger.
+        # In place: a step holds no larger tensor.
         return super().logits(hidden).mul_(self.config.head_scale)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:

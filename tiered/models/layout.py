@@ -1,9 +1,9 @@
-"""Books: the keys of config.json and the names of weights of a family, and the reader of both.
+"""Books: a family's keys of config.json and names of weights, and the reader of both.
 
-Inside a model the weights of every family have the same names, LLaDA's: `wte`, `blocks`, `ln_f`, `ff_out` (the head),
-and in a block those of `IN_BLOCK`, where `ff_proj` is the gate of the MLP. Experts lie in two matrices of a block, one
-expert behind the other: `experts_in`, with the rows of each gate and of what it multiplies, and `experts_out`. A
-checkpoint has them one by one, and each tensor is a piece of such a matrix.
+In our models the weights of every family have LLaDA's names: `wte`, `blocks`, `ln_f` and `ff_out` (the head). The
+weights of a block have those of `IN_BLOCK`; `ff_proj` is the gate of the MLP. A block has two matrices for all experts,
+one expert behind the other. `experts_in` has, for each expert, the rows of the gate and then of the up projection;
+`experts_out` has the down projections. A checkpoint has each expert's tensors alone, and each is a piece of a matrix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ from tiered.models.quantised import require_readable
 from tiered.models.rotation import Rotation, rotation_of
 from tiered.models.shape import MOST_LAYERS, ROUTER, ROUTER_BIAS, Experts, ModelShape
 
-# What transformers' Llama and Qwen2 write, and with them most families.
+# The keys of transformers' Llama and Qwen2, and of most families.
 KEYS: Mapping[str, str] = {
     "width": "hidden_size",
     "layers": "num_hidden_layers",
@@ -66,7 +66,7 @@ IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "up_proj": ("mlp_width", "width"),
     "ff_out": ("width", "mlp_width"),
 }
-# What stands in the place of the last three in a layer with a mixture.
+# They replace the last three in a layer with a mixture.
 MIXTURE: Mapping[str, tuple[str, ...]] = {
     ROUTER: ("experts", "width"),
     ROUTER_BIAS: ("experts",),
@@ -81,12 +81,12 @@ MLP = ("ff_proj", "up_proj", "ff_out")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every forward needs beside the sizes.
+    """Settings of every forward.
 
     Attributes:
         head_tied: True if the language-model head is the embedding.
         parameter_names: our own name of each weight, by its official one. Pieces of a weight share its name.
-        pieces: rows of the own weight that a piece is, by its official name.
+        pieces: rows of our weight that a piece is, by its official name.
     """
 
     shape: ModelShape
@@ -107,13 +107,13 @@ class Layout:
     Attributes:
         family: name for messages.
         allowed: switches of config.json, with the values that the forward implements; others are refused (`require`).
-        keys: size, or special token → key of config.json.
+        keys: key of config.json for each size or special token.
         names: our own name of a module → its official one, from the root, or from the block.
         in_block: matrices and norms of a block by our own names, in its sizes.
-        reads: keys that the family's reader answers for, whatever `require` allows.
+        reads: keys that the family's reader checks itself, whatever `require` allows.
         norm_eps: default, if config.json has none.
         heads_fill_width: True if heads times their elements are the width.
-        tokens: defaults of mask, end and padding, if config.json does not name them.
+        tokens: defaults of mask, end and padding, if config.json has none.
     """
 
     family: str
@@ -141,15 +141,16 @@ class Layout:
         """The fields of `ModelConfig`.
 
         Args:
-            defaults: sizes of absent keys. Without them all heads have a key head, and an even share of the width.
-            tokens: number of tokens, if the embedding has more rows; None for as many as rows.
+            defaults: sizes of absent keys. Without them every head has a key head of its own and an even share of the
+                width.
+            tokens: number of tokens, if the embedding has more rows; None if it has as many.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
-            mlp_matrices, experts, facts: of `ModelShape`.
+            mlp_matrices, experts, facts: fields of `ModelShape`.
 
         Raises:
-            ValueError: a size is absent or impossible, the forward lacks a switch, weights are in codes that cannot be
-                read, a number is out of range, the family cannot use the rotation's scaling, a token is outside the
+            ValueError: a size is absent or impossible, a number is out of range, or weights are in unreadable codes.
+                The forward lacks a switch, or the family cannot use the rotation's scaling. A token is outside the
                 vocabulary, or the mask is the end of an answer.
         """
         # The key of other families for a tied head.
@@ -161,8 +162,8 @@ class Layout:
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
         if rotation.kind == "yarn" and facts.get("sink_tokens"):
             raise ValueError(
-                f"rope_scaling: 'yarn' scales attention by way of the rotation, which the learned keys of {self.family}"
-                " have no part in; 'linear' or 'ntk' is allowed"
+                f"rope_scaling: 'yarn' scales attention through the rotation, but the learned keys of {self.family} are"
+                " not rotated; 'linear' or 'ntk' is allowed"
             )
         size["max_context"] = max(size["max_context"], rotation.reach)
         head_tied = switch(config, self.keys["head_tied"])
@@ -200,10 +201,10 @@ class Layout:
         }
 
     def read_in_blocks(self, config: Mapping[str, object], *, windowed: bool, **facts: Any) -> dict[str, Any]:
-        """As `read`, for a family whose rows see blocks; raises as `windows_of` too. `windowed`: whether a window's
-        width counts; `facts`: of `read`."""
+        """As `read`, for a block-causal family; also raises as `windows_of`. `windowed`: whether a window's width
+        counts; `facts`: arguments of `read`."""
         windows, given = windows_of(config, used=windowed)
-        # Where no token is named for padding, the end is: what stands there is never looked at.
+        # Without a padding token the end token is used: padded positions are never read.
         end = value_of(config, "eos_token_id", self.tokens[1])
         given |= {"block_size": None, "pad_token_id": value_of(config, "pad_token_id", end)}
         return self.read(given, windows=windows, block_length=length_or_none(config, "block_size"), **facts)
@@ -215,7 +216,7 @@ class Layout:
         width, heads = size["width"], size["heads"]
         size["layers"] = positive(config, keys["layers"], most=MOST_LAYERS)
         size["kv_heads"] = positive(config, keys["kv_heads"], given.get("kv_heads", heads))
-        # At least 1 so that a width below the number of heads reaches the check, which names both.
+        # At least 1, so that a width below the number of heads reaches the check, which names both.
         size["head_dim"] = positive(config, "head_dim", max(width // heads, 1))
         if size["head_dim"] % 2 or (self.heads_fill_width and size["head_dim"] * heads != width):
             raise ValueError(
@@ -270,7 +271,7 @@ class Layout:
     def _official_weights(
         self, own: Mapping[str, tuple[int, ...]], experts: Experts | None
     ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, slice]]:
-        """Our own name, and the shape, of every weight by its official name; and which rows a piece is."""
+        """Our own name, and the shape, of every weight by its official name; and the rows of each piece."""
         names: dict[str, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         pieces: dict[str, slice] = {}

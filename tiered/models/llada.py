@@ -42,11 +42,11 @@ _LAYOUT = Layout(
 
 
 def read_llada_config(config: Mapping[str, object]) -> ModelConfig:
-    # `mlp_ratio` is official too, and official code ignores it where `mlp_hidden_size` is set.
+    # `mlp_ratio` is official too; official code ignores it if `mlp_hidden_size` is set.
     defaults = {"mlp_width": positive(config, "mlp_ratio", 4) * positive(config, "d_model")}
     defaults["vocab_size"] = tokens = positive(config, "vocab_size")
     if config.get("multi_query_attention") is not None:
-        # The official code has it name the number of key heads where `n_kv_heads` does not, and agree with it else.
+        # In the official code it sets the number of key heads unless `n_kv_heads` does; otherwise both must agree.
         defaults["kv_heads"] = heads = 1 if switch(config, "multi_query_attention") else positive(config, "n_heads")
         if positive(config, "n_kv_heads", heads) != heads:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The LLaDA2 family (LLaDA2.0 and LLaDA2.1): mixtures of experts, with attention that is causal from block to block.
+"""The LLaDA2 family (LLaDA2.0 and LLaDA2.1): mixtures of experts with block-causal attention.
 
-Queries, keys and values come of one matrix. Heads and keys are normed head by head, and a part of each is rotated. A
-router sums the two best experts of each group, keeps the best groups, and picks in them; its bias counts for the choice
-alone. Block routing (LLaDA2.2) is refused: of its code no copy was at hand.
+One matrix projects to queries, keys and values. Heads and keys are normed head by head, and a part of each is rotated.
+A router sums the two best experts of each group, keeps the best groups, and picks in them; its bias only counts for the
+choice. Block routing (LLaDA2.2) is refused, because no copy of its code was at hand.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ _NEEDED += ("partial_rotary_factor",)
 
 
 def read_llada2_config(config: Mapping[str, object]) -> MixtureConfig:
-    # Nothing of these is what other families have where it is absent.
+    # Required, because the defaults of other families are wrong for these keys.
     if lacking := [key for key in _NEEDED if config.get(key) is None]:
         raise ValueError(f"config.json lacks {lacking[0]!r}, which this model family needs")
     experts = experts_of(

@@ -1,7 +1,7 @@
-"""The LLaDA-MoE family: LLaDA with mixtures of experts, whose rows see the whole canvas.
+"""The LLaDA-MoE family: LLaDA with mixtures of experts; rows attend to the whole canvas.
 
-Heads and keys are normed head by head before they are rotated. A router's weights are the probabilities of the experts
-that it picks, as they are; a bias, where there is one, counts for the choice and stays in the weights.
+Heads and keys are normed head by head before they are rotated. A router's weights are the unnormalised probabilities of
+the experts that it picks; a bias, if any, counts for the choice and stays in the weights.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def read_llada_moe_config(config: Mapping[str, object]) -> MixtureConfig:
         biased=switch(config, "moe_router_enable_expert_bias"),
         dense=tuple(layer for layer, kind in enumerate(kinds) if not kind),
     )
-    # An MLP that is no expert: of a layer without a mixture, or what every row goes to.
+    # The MLP of a layer without a mixture, or the shared expert of every row.
     width = config.get("dense_intermediate_size") if experts.dense else experts.shared_width or experts.width
     return MixtureConfig(
         **_LAYOUT.read(

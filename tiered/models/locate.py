@@ -1,4 +1,4 @@
-"""Finds a checkpoint on this machine, and its config.json. Never reaches the network."""
+"""Finds a checkpoint and its config.json on this machine. Never uses the network."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from tiered.core.checks import unknown_name
 from tiered.models.presets import PRESETS, preset_names, preset_of, read_preset
 
-# The models that come with the library, by the names that stand for them. A wheel has the weights of the first alone.
+# The models in the library, by their names. A wheel has only the weights of the first.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
 EMBEDDED_MODELS: Mapping[str, Path] = {
     "embedded": _PACKAGE / "assets",
@@ -20,7 +20,7 @@ EMBEDDED_MODELS: Mapping[str, Path] = {
 
 
 def find_directory(name: str | Path) -> Path | None:
-    """The directory that `name` stands for (an embedded model's, a path, or a hub id in the local cache), or None."""
+    """The directory of `name` (an embedded model, a path, or a hub id in the local cache), or None."""
     if str(name) in EMBEDDED_MODELS:
         return EMBEDDED_MODELS[str(name)]
     path = Path(os.path.expanduser(name))
@@ -28,8 +28,8 @@ def find_directory(name: str | Path) -> Path | None:
 
 
 def checkpoint_directory(name: str | Path) -> Path:
-    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file in it. Raises
-    `TypeError` for neither str nor Path, and `ValueError` if nothing to load has that name."""
+    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file. Raises
+    `TypeError` unless `name` is a str or Path, and `ValueError` if no such checkpoint can be loaded."""
     if not isinstance(name, str | Path):
         raise TypeError(f"a checkpoint is named by a string or a Path, not {name!r}")
     directory = find_directory(name)
@@ -46,7 +46,7 @@ def checkpoint_directory(name: str | Path) -> Path:
     lacking = [f for f in ("config.json", "*.safetensors") if not any(directory.glob(f))]
     if lacking and str(name) in EMBEDDED_MODELS:
         raise ValueError(
-            f"the weights of {str(name)!r} are in the source tree alone, not in the wheel: in a checkout, load "
+            f"the weights of {str(name)!r} are only in the source tree, not in the wheel: in a checkout, load "
             f"'tiered/embedded/{directory.name}', or install with `pip install --editable .`"
         )
     if lacking:
@@ -55,13 +55,12 @@ def checkpoint_directory(name: str | Path) -> Path:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The config that `source` stands for: an embedded model's name, a directory with a config.json, the path of a
-    config.json, the hub id of a downloaded checkpoint, a preset, or a config itself. A directory goes before a preset
-    of the same name.
+    """The config of `source`: an embedded model's name, a directory with a config.json, the path of a config.json, the
+    hub id of a downloaded checkpoint, a preset, or a config. A directory precedes a preset of the same name.
 
     Raises:
-        TypeError: none of those types.
-        ValueError: nothing of that name (the nearest preset is named), or what is there is no config.json.
+        TypeError: `source` has none of those types.
+        ValueError: there is nothing of that name (the nearest preset is named), or its content is not a config.json.
     """
     if isinstance(source, Mapping):
         return dict(source)
@@ -89,12 +88,12 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in the file `path` of a checkpoint. Raises `ValueError` for anything else, and names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # broken JSON, or bytes that are no text
+    except ValueError as error:  # broken JSON, or bytes that are not text
         raise ValueError(f"{path} is damaged, it holds no JSON: {error}") from error
     except RecursionError as error:
         raise ValueError(f"{path} is damaged: its brackets are nested too deeply to be read") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it is to hold an object, not {type(content).__name__}")
+        raise ValueError(f"{path} is damaged: it must hold an object, not {type(content).__name__}")
     return content
 
 

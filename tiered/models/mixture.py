@@ -1,7 +1,7 @@
-"""Layers with a mixture of experts in the place of the MLP (arXiv 1701.06538).
+"""Layers with a mixture of experts instead of the MLP (arXiv 1701.06538).
 
-A row goes to the experts that its router picks, and to the shared one if there is any. The host reads the picks of a
-layer once, and hands them on: what counts them, and what brings experts, needs them there. Not measured on a GPU.
+A row goes to the experts that its router picks, and to the shared one, if any. The host reads the picks of a layer
+once, for statistics and for fetching experts. Not measured on a GPU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ from tiered.models.layout import ModelConfig
 from tiered.models.router import Router, picked_experts
 from tiered.models.shape import Experts
 
-# An expert is likely if more than one in so many rows picks it: fewer would be fetched in vain too often.
+# An expert is likely if more than one in this many rows picks it; less popular ones would too often be fetched in vain.
 LIKELY = 12
-# Experts, ascending, and where their matrices are until the next group is asked for.
+# Experts, ascending, and their matrices, which stay in place until the next group is taken.
 Group = tuple[Sequence[int], ExpertTable]
 
 
@@ -33,21 +33,21 @@ class StreamedExperts(Protocol):
     """Experts that are not all on the device."""
 
     def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
-        """The experts of a layer that rows `picked`, in groups. `likely`: experts that they will probably pick in the
-        next layer."""
+        """The `picked` experts of a layer, in groups. `likely`: experts that rows will probably pick in the next
+        layer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig(ModelConfig):
-    """What the forward of a mixture needs beside the sizes and what every forward needs."""
+    """Settings of a mixture's forward beside those of `ModelConfig`."""
 
     router: Router
 
 
 class MixtureModel(DiffusionModel):
     """Attributes:
-    streamed: brings experts to the device; None if all are there.
+    streamed: fetches experts to the device; None if all are there.
     """
 
     config: MixtureConfig
@@ -78,11 +78,11 @@ class MixtureModel(DiffusionModel):
     def picks(self, layer: int, rows: Float[Tensor, "rows width"]) -> Picks:
         """The experts that normed `rows` go to."""
         block = self.blocks[layer]
-        # The logits have no name here: they are gone once there are scores.
+        # No name keeps the logits alive once there are scores.
         return self.config.router.pick(_logits(rows, block.router), getattr(block, "router_bias", None))
 
     def _groups(self, layer: int, hidden: Hidden, picked: list[int]) -> Iterable[Group]:
-        """The `picked` experts of a layer: all at once, or as they come to the device."""
+        """The `picked` experts of a layer: all at once, or in the order in which they reach the device."""
         if self.streamed is None:
             block = self.blocks[layer]
             stacks = block.experts_in.weight, block.experts_out.weight
@@ -90,7 +90,7 @@ class MixtureModel(DiffusionModel):
         return self.streamed.groups(layer, picked, self.likely(layer + 1, hidden))
 
     def likely(self, layer: int, hidden: Hidden) -> list[int]:
-        """Experts that the router of `layer` picks for several rows of `hidden`, the input of the layer before; none
+        """Experts that the router of `layer` picks for several rows of `hidden`, the input of the previous layer; empty
         for a layer without a router."""
         if layer not in self.shape.recorded:
             return []
@@ -101,7 +101,7 @@ class MixtureModel(DiffusionModel):
     def _mixed(
         self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]
     ) -> Float[Tensor, "rows width"]:
-        """The weighted sum of what each row's experts answer."""
+        """The weighted sum of the outputs of each row's experts."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for group, table in groups:
             for_device(add_experts, rows.device)(total, rows, picks, table, group)

@@ -1,10 +1,11 @@
-"""The Nemotron-Labs-Diffusion family: the layout of Ministral 3, with a causal context and blocks that see themselves.
+"""The Nemotron-Labs-Diffusion family: the layout of Ministral 3, with a causal context and bidirectional blocks.
 
-Final tokens, those of the prompt and of finished blocks, see what is in front of them; a block that is not final yet
-sees all of itself too. Queries grow with their positions (`Rotation.query_growth`) from a sequence's first token on.
+Final tokens, those of the prompt and of finished blocks, attend to themselves and the tokens in front of them. A block
+that is not final yet also attends to all of itself. Queries grow with their positions (`Rotation.query_growth`) from a
+sequence's first token on.
 
-From what is public: config.json as quoted by others, and descriptions of how it decodes. Not compared with the released
-code, of which no copy was at hand.
+Based on public material: config.json as quoted by others, and descriptions of its decoding. Not compared with the
+released code, of which no copy was at hand.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
-"""The noise that GIDD models are trained on (arXiv 2503.04482): tokens turn into others, or into masks, or both."""
+"""The noise that GIDD models are trained on (arXiv 2503.04482): tokens become other tokens, or masks, or both."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 NoiseSchedule = Literal["cosine", "linear"]
-# Beyond it the share of clean tokens, or of noise, is no float64 apart from 0 and 1.
+# Beyond it the share of clean tokens, or of noise, rounds to 0 or 1 in float64.
 MOST_LOG_SNR = 30.0
 SCHEDULES: tuple[NoiseSchedule, ...] = ("cosine", "linear")
 
@@ -14,8 +14,8 @@ SCHEDULES: tuple[NoiseSchedule, ...] = ("cosine", "linear")
 class Noise:
     """A process between clean text at `max_log_snr` and pure noise at `min_log_snr`.
 
-    A token is what it was with probability σ(log-SNR), else noise: any token but the mask, all alike, with probability
-    σ(log-SNR + `shift`), else the mask.
+    A token stays clean with probability σ(log-SNR), otherwise it is noise. Noise is a token with probability
+    σ(log-SNR + `shift`), uniformly any but the mask, and otherwise the mask.
 
     `shift` is `noise_type` of config.json: far above 0 for uniform noise, far below for masks alone.
     """
@@ -27,7 +27,7 @@ class Noise:
     mask_token_id: int
 
     def log_snrs(self, steps: int, schedule: NoiseSchedule) -> list[float]:
-        """The levels between which `steps` steps go, clean first: entry i is that of time i / steps. The share of clean
+        """The levels at the ends of `steps` steps, clean first: entry i is that of time i / steps. The share of clean
         tokens falls linearly in time, or as a half wave of the cosine."""
         low, high = _sigmoid(self.min_log_snr), _sigmoid(self.max_log_snr)
         levels = []
@@ -39,19 +39,19 @@ class Noise:
         return levels
 
     def clean(self, log_snr: float) -> float:
-        """Probability that a token is what it was."""
+        """Probability that a token is clean."""
         return _sigmoid(log_snr)
 
     def of_tokens(self, log_snr: float) -> float:
-        """Probability that noise, where it is, is a token and not the mask."""
+        """Probability that noise is a token and not the mask."""
         return _sigmoid(log_snr + self.shift)
 
     def probability(self, log_snr: float) -> tuple[float, float]:
-        """Probability that noise, where it is, is a given token; and that it is the mask."""
+        """Probability that noise is a given token, and that it is the mask."""
         tokens = self.of_tokens(log_snr)
         return tokens / (self.vocab_size - 1), 1 - tokens
 
 
 def _sigmoid(number: float) -> float:
-    # Of either sign without an overflow: shifts are about ±1000.
+    # Without overflow for either sign: shifts are about ±1000.
     return 1 / (1 + math.exp(-number)) if number >= 0 else math.exp(number) / (1 + math.exp(number))

@@ -1,4 +1,4 @@
-"""The config.json files of released models, so that they can be planned before anything is downloaded. No weights."""
+"""The config.json files of released models, for planning before a download. No weights."""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
     "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
     "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
-    # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
+    # Sizes of Qwen3-8B, from which its training continued (arXiv 2510.06303).
     "sdar-8b": ("JetLM/SDAR-8B-Chat",),
-    # Both as the authors' trainer has them (inclusionAI/dFactory, configs/model_configs).
+    # Both as in the authors' trainer (inclusionAI/dFactory, configs/model_configs).
     "llada2-mini": ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
     "llada2-flash": ("inclusionAI/LLaDA2.0-flash", "inclusionAI/LLaDA2.1-flash"),
-    # As public repositories quote it.
+    # As quoted by public repositories.
     "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
 }
 
@@ -34,7 +34,7 @@ def preset_names() -> list[str]:
 
 
 def preset_of(name: str) -> str | None:
-    """The preset that `name` stands for: itself, an alias, or a checkpoint's id on the Hugging Face hub; else None."""
+    """The preset of `name`: itself, an alias, or a checkpoint's id on the Hugging Face hub; None if there is none."""
     name = ALIASES.get(name, name)
     if name in PRESETS:
         return name
@@ -42,5 +42,5 @@ def preset_of(name: str) -> str | None:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The config.json of `name`, which `preset_of` knows."""
+    """The config.json of `name`, which `preset_of` must know."""
     return json.loads((_FOLDER / f"{preset_of(name)}.json").read_text(encoding="utf-8"))

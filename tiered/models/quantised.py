@@ -1,5 +1,5 @@
-"""Books: which checkpoints that are quantised already can be read, and of which tensors of their files each weight is
-made. Layouts as compressed-tensors 0.20 and torchao 0.18 (its safetensors support) write them.
+"""Books: the readable kinds of quantised checkpoints, and the tensors of their files that make up each weight. Layouts
+are those of compressed-tensors 0.20 and of torchao 0.18 (its safetensors support).
 
     files                                                        code
     compressed-tensors, float of 8 bits, by tensor or channel    fp8
@@ -10,8 +10,8 @@ made. Layouts as compressed-tensors 0.20 and torchao 0.18 (its safetensors suppo
     torchao, Intx… of int4 in groups of 32, bfloat16 scales      int4
     torchao, NVFP4Tensor, block scales swizzled or not           nvfp4
 
-Codes and scales are kept exactly, except the scale of a tensor in the NVFP4 of compressed-tensors: it is a divisor, and
-its reciprocal is rounded to float32. Activations are not quantised, whatever the checkpoint says of them.
+Codes and scales are kept exactly, with one exception: the scale of a tensor in the NVFP4 of compressed-tensors is a
+divisor, and its reciprocal is rounded to float32. Activations are not quantised, even if the checkpoint says so.
 """
 
 import json
@@ -31,7 +31,7 @@ _SCHEMES = {
     (8, "int", "channel", None): "INT8 by channel",
     (4, "float", "tensor_group", 16): "NVFP4",
 }
-# Tensors of activations that a weight may bring along; they are not read.
+# Tensors of activations that may come with a weight; they are not read.
 _OF_ACTIVATIONS = {
     _COMPRESSED: ("input_scale", "input_global_scale"),
     _TORCHAO: ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"),
@@ -49,15 +49,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedParts:
-    """The tensors of a weight in codes.
+    """The tensors of a coded weight.
 
     Attributes:
-        codes: one element each, or two a byte, as `code` has them; one a byte for int4.
-        scale: of each row, or one for all rows; None if it is 1.
-        block_scales: of each group of a row.
-        zeros: zero points, which have to be zeros.
+        codes: elements, one or two a byte by `code`; one a byte for int4.
+        scale: scale of each row, or one for all rows; None if it is 1.
+        block_scales: scale of each group of a row.
+        zeros: zero points, which must be zeros.
         divides: True if the product of code and block scale is divided by `scale`.
-        swizzled: True if the block scales lie as NVIDIA's tensor cores read them.
+        swizzled: True if the block scales are in the order of NVIDIA's tensor cores.
         spare: names of tensors that come with the weight and are not read.
     """
 
@@ -76,8 +76,8 @@ class CodedParts:
 
 
 class _Layout(NamedTuple):
-    """How a library writes a code: of each part the end of its name and its dtypes, or (). `optional`: ends of parts
-    that may be missing."""
+    """A library's layout of a code: for each part the suffix of its name and its dtypes, or (). `optional`: suffixes of
+    parts that may be missing."""
 
     code: WeightCode
     codes: tuple[str, ...]
@@ -89,11 +89,11 @@ class _Layout(NamedTuple):
     def parts(
         self, shape: tuple[int, int], named: Callable[[str], str], held: Container[str] = (), **facts: Any
     ) -> CodedParts:
-        """The parts of a weight of `shape`. `named`: the full name of an end; `held`: ends of the optional parts that
-        are there; `facts`: other fields of `CodedParts`."""
+        """The parts of a weight of `shape`. `named`: full name of a suffix; `held`: suffixes of the optional parts that
+        the files have; `facts`: other fields of `CodedParts`."""
         out, inner = shape
         packed, groups = self.code is WeightCode.NVFP4, self.code.groups(inner)
-        # One scale a row, or one for all rows; NVFP4 has one for all rows alone.
+        # One scale for each row, or one for all rows; NVFP4 has only the latter.
         rows = ((1,), ()) if packed else ((out, 1), (out,), (1, 1), (1,), ())
         blocks = (32 * -(-out // 128), 16 * -(-groups // 4)) if facts.get("swizzled") else (out, groups)
 
@@ -134,8 +134,8 @@ _TORCHAO_LAYOUTS = {
 
 
 def require_readable(config: Mapping[str, object]) -> str | None:
-    """The method by which config.json says that weights are quantised; None if they are not. Raises `ValueError`, which
-    names it, for a method, format or scheme that no code of ours can hold."""
+    """The method that quantised the weights, by config.json; None if they are not quantised. Raises `ValueError`, which
+    names it, for a method, format or scheme that does not fit any of our codes."""
     wanted: Any = config.get("quantization_config")
     if wanted is None or wanted is False:
         return None
@@ -154,14 +154,15 @@ def coded_parts(
     metadata: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, CodedParts]:
-    """The parts of each weight that the files hold in codes, by its official name.
+    """The parts of each coded weight in the files, by its official name.
 
     Args:
         found: dtype of every tensor of the files, by name.
         shapes: shape of every weight, by its official name.
 
     Raises:
-        ValueError: as `require_readable`; a tensor of torchao that no code of ours can hold, named; none in codes.
+        ValueError: as `require_readable`; a tensor of torchao that does not fit any of our codes, named; no coded
+            weight.
     """
     method = require_readable(config)
     if method is None:
@@ -173,7 +174,7 @@ def coded_parts(
         parts = {name: _torchao_parts(name, shape, metadata) for name, shape in matrices.items()}
     coded = {name: of for name, of in parts.items() if of}
     if not coded:
-        raise ValueError(f"config.json says that {method} has quantised the weights, but the files hold none in codes")
+        raise ValueError(f"config.json says that {method} quantised the weights, but no weight in the files is coded")
     return coded
 
 
@@ -192,10 +193,10 @@ def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
     for name, group in groups.items():
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
-            problems.append(f"weights = {weights!r} in {name}, activations alone (allowed: a scheme of weights)")
+            problems.append(f"weights = {weights!r} in {name}, only activations (allowed: a scheme of weights)")
             continue
         scheme = tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
-        if scheme not in tuple(_SCHEMES):  # what is no number or word may have no hash
+        if scheme not in tuple(_SCHEMES):  # no set, because values of other types may be unhashable
             problems.append(
                 f"weights of num_bits, type, strategy, group_size = {scheme} in {name} (allowed: "
                 f"{', '.join(f'{what} {fields}' for fields, what in _SCHEMES.items())})"
@@ -251,7 +252,7 @@ def _described(name: str, metadata: Mapping[str, str]) -> Mapping[str, Any] | No
     try:
         described = json.loads(metadata.get(name, "null"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the weight {name}: its metadata are no JSON: {error}") from error
+        raise ValueError(f"the weight {name}: its metadata are not JSON: {error}") from error
     if described is None or described == {"_type": "Tensor"}:
         return None
     kinds = {"_type": str, "_data": dict, "_tensor_data_names": list}

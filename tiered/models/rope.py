@@ -53,11 +53,11 @@ class Rotary:
         return Rotary(self.cos[which], self.sin[which], query_scale=grown)
 
     def rotate(self, heads: Heads) -> Heads:
-        """Queries or keys, one row for each of our columns, rotated; in their own dtype."""
+        """Rotated queries or keys, in their own dtype; one row for each of our columns."""
         rotated = 2 * self.cos.shape[-1]
         if rotated < heads.shape[-1]:
             return torch.cat([self.rotate(heads[..., :rotated]), heads[..., rotated:]], dim=-1)
-        # float32 whatever the model's dtype: at 32k positions bfloat16 angles are off by whole radians.
+        # float32 for every dtype of the model: at 32k positions bfloat16 angles are off by whole radians.
         return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)
 
     def rotate_queries(self, heads: Heads) -> Heads:
@@ -73,7 +73,7 @@ class Rotary:
 def frequencies_and_scale(
     rotation: Rotation, head_dim: int, device: torch.device
 ) -> tuple[Float32[Tensor, " half"], float]:
-    """The angle of each pair of elements from one position to the next, and what cosines and sines are times."""
+    """The angle of each pair of elements from one position to the next, and the factor of cosines and sines."""
     theta, factor = rotation.theta, rotation.factor
     if rotation.kind == "ntk":
         theta *= factor ** (head_dim / (head_dim - 2))
@@ -85,13 +85,13 @@ def frequencies_and_scale(
         return frequencies, 1.0
 
     def pair(turns: float) -> float:
-        """The pair, not a whole number, that turns so often within the trained positions."""
+        """The fractional index of the pair that makes this number of turns within the trained positions."""
         return head_dim * math.log(rotation.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair(rotation.beta_fast)), 0)
     last = min(math.ceil(pair(rotation.beta_slow)), head_dim - 1)
     pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
-    # Pairs that are no farther apart than this are one.
+    # The two ends coincide if they are no farther apart than this.
     slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
     scale = rotation.attention_factor
     return frequencies * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1 if scale is None else scale

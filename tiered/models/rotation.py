@@ -1,4 +1,4 @@
-"""Books: how heads are rotated by position, and how far beyond the trained positions: `rope_theta`, `rope_scaling`."""
+"""Books: the rotation of heads by position, and its stretch beyond the trained ones: `rope_theta`, `rope_scaling`."""
 
 import math
 from collections.abc import Mapping
@@ -18,24 +18,24 @@ KINDS: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
     | {"mscale", "mscale_all_dim", "llama_4_scaling_beta"},
 }
-THETA = 10000.0  # where config.json has none
+THETA = 10000.0  # if config.json has none
 _KEYS = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """The rotation of RoFormer (arXiv 2104.09864), as it is, or stretched.
+    """The rotation of RoFormer (arXiv 2104.09864), plain or stretched.
 
     Attributes:
         theta: its base.
-        kind: "default"; "linear": positions divided by the factor (arXiv 2306.15595); "ntk": a larger base, which slows
-            the slowest element down by the factor (arXiv 2309.00071, section 3.1); "yarn": elements slowed down that
-            turn seldom within the trained positions (there, section 3.2).
-        factor: how many times the trained positions it is for.
+        kind: "default" for no stretch. "linear": positions divided by the factor (arXiv 2306.15595). "ntk": a larger
+            base, which slows the slowest element down by the factor (arXiv 2309.00071, section 3.1). "yarn": slows
+            elements down that turn seldom within the trained positions (there, section 3.2).
+        factor: stretched positions over trained positions.
         trained: positions that the model was trained on.
         beta_fast, beta_slow: under "yarn", numbers of turns within the trained positions. An element with `beta_fast`
-            or more is not slowed down. One with `beta_slow` or fewer is slowed down by all of the factor.
-        attention_factor: under "yarn", of queries and of keys; None for 0.1 · ln(factor) + 1.
+            or more is not slowed down. One with `beta_slow` or fewer is slowed down by the full factor.
+        attention_factor: under "yarn", factor of queries and of keys; None for 0.1 · ln(factor) + 1.
         query_growth: β; queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3).
         part: share of a head's elements that are rotated, the first ones.
     """
@@ -56,11 +56,11 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) -> Rotation:
-    """The rotation that config.json asks for: `rope_theta`, or `THETA` if it is absent, and `rope_scaling`, which newer
-    files call `rope_parameters` and have the base in.
+    """The rotation in config.json: `rope_theta`, or `THETA` if it is absent, and `rope_scaling`, which newer files call
+    `rope_parameters` and which holds the base there.
 
     Args:
-        positions: positions that the model was made for, and trained on if the scaling has no other number.
+        positions: positions that the model was made for, and trained on unless the scaling has another number.
 
     Raises:
         ValueError: an unknown scaling, one with an unknown key, or a number out of range.
@@ -94,7 +94,7 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
         )
     if kind == "ntk" and head_dim < 4:
         raise ValueError(
-            f"{name}: heads of {head_dim} elements turn at one speed, which 'ntk' leaves; 'linear' is allowed"
+            f"{name}: heads of {head_dim} elements turn at one speed, so 'ntk' has no effect; 'linear' is allowed"
         )
     of_yarn["query_growth"] = number(found, "llama_4_scaling_beta", 0.0)
     rotation = Rotation(theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn)
@@ -132,8 +132,8 @@ def stretched(
     """`config` with another rotation.
 
     Args:
-        rope_theta: another base; None for the config's. Alone it reaches as many positions as NTK scaling up to it.
-        rope_scaling: as config.json has it, or "KIND:FACTOR", or "default"; None for the config's.
+        rope_theta: another base; None for the config's. Alone, it reaches as many positions as NTK scaling with it.
+        rope_scaling: as in config.json, or "KIND:FACTOR", or "default"; None for the config's.
 
     Raises:
         TypeError, ValueError: another scaling.

@@ -1,4 +1,4 @@
-"""How the router of a mixture picks experts for rows, and what each of them counts."""
+"""The router of a mixture: the experts of each row, and their weights."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tiered.models.config_fields import number_in, positive
 from tiered.models.shape import Experts
 
 Score = Literal["softmax", "sigmoid"]
-_NO_ZERO = 1e-20  # beside a sum that divides
+_NO_ZERO = 1e-20  # added to a sum that divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,15 @@ class Router:
     """Top-k routing in float32. A row's experts depend on no other row, unless blocks share a pool.
 
     Attributes:
-        score: what becomes of a row's logits, one for each expert.
-        picked: experts that a row goes to: those with the highest scores, the bias added where there is one.
-        groups, kept_groups: experts are picked from the `kept_groups` groups, of `groups` equal ones, whose best two
+        score: function of a row's logits, one for each expert.
+        picked: experts that a row goes to: those with the highest scores, with the bias if there is one.
+        groups, kept_groups: experts are picked from `kept_groups` of `groups` equal groups: those whose best two
             experts have the highest sum.
-        weighs_bias: True if the bias stays in the weights; False if it counts for the choice alone.
+        weighs_bias: True if the bias stays in the weights; False if it only counts for the choice.
         normalised: True if the weights of a row are divided by their sum.
         scale: factor of the weights.
-        pool: experts that a block admits, those whose highest score among its rows is highest (LLaDA2.2); None for all.
+        pool: experts that a block admits: those with the highest maximum score among its rows (LLaDA2.2). None for
+            all.
     """
 
     score: Score
@@ -42,7 +43,7 @@ class Router:
     pool: int | None = None
 
     def check(self, experts: int, where: str = "config.json: ") -> "Router":
-        """This router, for so many experts. Raises `ValueError` for numbers that do not fit each other."""
+        """This router for `experts` experts. Raises `ValueError` for settings that contradict each other."""
         in_groups = experts // self.groups * self.kept_groups
         if self.picked > experts:
             raise ValueError(f"{where}num_experts = {experts} is fewer than num_experts_per_tok = {self.picked}")
@@ -71,7 +72,7 @@ class Router:
         blocks: Int[Tensor, " rows"] | None = None,
     ) -> Picks:
         """`blocks`: number of each row's block, from 0 on, for a router with a pool."""
-        # σ by way of `exp`: torch's own is another in the last bit at the end of a table.
+        # σ by `exp`, because the last bit of torch's σ differs at the end of a table.
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.neg().exp_().add_(1).reciprocal_()
         del logits  # tables of all experts are large
         ranked = scores if bias is None else scores + bias
@@ -110,8 +111,8 @@ def experts_of(
     biased: bool = False,
     dense: tuple[int, ...] = (),
 ) -> Experts:
-    """The mixtures that config.json has, by the keys that families share. `width`: its key for that of an expert.
-    Raises `ValueError` for a size that is absent or impossible, and if no layer has a mixture."""
+    """The mixtures in config.json, by the keys that families share. `width`: key of an expert's width. Raises
+    `ValueError` for a size that is absent or impossible, and if no layer has a mixture."""
     layers = positive(config, "num_hidden_layers")
     if len(dense) >= layers:
         raise ValueError(f"config.json: num_hidden_layers = {layers}, none of which has a mixture of experts")
@@ -126,5 +127,5 @@ def experts_of(
 
 
 def scale_of(config: Mapping[str, object]) -> float:
-    """The factor of weights that config.json has; 1 if it is absent."""
+    """The factor of weights in config.json; 1 if it is absent."""
     return number_in(config, "routed_scaling_factor", 1.0)

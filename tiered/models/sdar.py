@@ -1,8 +1,8 @@
-"""The SDAR families (arXiv 2510.06303), dense and with mixtures of experts: the layouts of Qwen3 and of Qwen3-MoE, with
-attention that is causal from block to block.
+"""The SDAR families (arXiv 2510.06303), dense and with mixtures of experts: the layouts of Qwen3 and of Qwen3-MoE with
+block-causal attention.
 
 Heads and keys are normed head by head before they are rotated; no biases. A row predicts its own position. The
-config.json of the released chat models does not say how long blocks are; those of training copies do (`block_size`).
+config.json of the released chat models lacks the length of blocks; that of training copies has it (`block_size`).
 """
 
 from collections.abc import Mapping

@@ -7,9 +7,9 @@ from typing import Literal
 
 from tiered.core.buffers import ELEMENT_BYTES
 
-# No model comes near, and every count of bytes is an int64: two sizes, the layers and 4 bytes are 2^60.
+# No model comes close, and counts of bytes fit an int64: two sizes, the layers and 4 bytes are 2^60.
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
-# Bytes an element takes, by the names that config.json and safetensors users write.
+# Bytes of an element, by the names of dtypes in config.json and of safetensors users.
 BYTES_PER_ELEMENT: Mapping[str, int] = {name: ELEMENT_BYTES[name] for name in ("float32", "bfloat16", "float16")}
 Sight = Literal["canvas", "noise", "blocks", "context"]
 CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
@@ -28,7 +28,7 @@ class Experts:
         count: experts of a layer.
         picked: experts that a row goes to.
         width: elements of an expert's inner layer.
-        shared_width: elements of the inner layer of what every row goes to beside them; 0 for none.
+        shared_width: elements of the inner layer of the shared expert, which every row goes to; 0 for none.
         biased: True if routers have a bias.
         dense: layers with one MLP in place of a mixture, ascending.
     """
@@ -41,8 +41,8 @@ class Experts:
     dense: tuple[int, ...] = ()
 
     def reached(self, rows: float) -> float:
-        """Experts of a layer that so many rows go to, on average, if each row picks them at random. Rows of one text
-        agree more than that."""
+        """Experts of a layer that `rows` rows go to, on average, if each row picks them at random. Rows of one text
+        agree more often."""
         return self.count * (1 - (1 - self.picked / self.count) ** rows)
 
 
@@ -55,23 +55,23 @@ class ModelShape:
         layers: transformer layers.
         width: elements of a row's hidden state.
         heads, kv_heads, head_dim: query heads, key/value heads, elements of a head.
-        mlp_width: elements of the inner layer of an MLP that is no expert.
+        mlp_width: elements of the inner layer of a dense MLP.
         mlp_matrices: matrices that read the MLP's input (2 with a gate, 1 without).
         vocab_size: rows of the embedding, which is also the width of the logits.
         max_context: positions that the model was made for, or that its rotation is stretched to.
         trained_context: positions of its training.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
         noise: noise process of its training, "mask" or "uniform".
-        sight: the rows that a row attends to. "canvas": all rows; "noise": all rows, or the final rows alone if it is
-            final (GIDD); "blocks": its block and all rows in front of it; "context": itself and all rows in front of
-            it, and all of its block while it is not final. Blocks count from each sequence's first token.
+        sight: attention pattern. "canvas": a row attends to all rows. "noise": to all rows, but a final row only to
+            final rows (GIDD). "blocks": to its block and all rows in front of it. "context": to itself and all rows in
+            front of it, and to all of its block while it is not final. Blocks count from each sequence's first token.
         cuts_answers: with blocks, True if an answer has the length of the call and ends at an end token, False if it
             ends with a block.
-        finishes_blocks: with blocks, True if a block with an end is finished before the answer is over, unless a call
-            says else.
+        finishes_blocks: with blocks, True if a block with an end token is finished before the answer ends, unless a
+            call says otherwise.
         block_length: rows of a block, if the checkpoint was made for one length; None if the call chooses it.
-        windows: of each layer, w if rows attend to at most the w - 1 columns in front of themselves, or in front of
-            their block if they attend to all of it; None for a layer without a window. Empty if no layer has one.
+        windows: by layer, w if rows attend to at most the w - 1 columns in front of themselves, or of their block if
+            they attend to all of it. None for a layer without a window. Empty if no layer has one.
         prediction_shift: 1 if row p predicts position p + 1 (Dream), else 0.
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
@@ -110,17 +110,17 @@ class ModelShape:
 
     @property
     def experts_apart(self) -> int:
-        """Records that the matrices of a layer are streamed in: one for each expert, or one."""
+        """Records of a layer's matrices: one for each expert, or one."""
         return self.experts.count if self.experts else 1
 
     @property
     def recorded(self) -> tuple[int, ...]:
-        """Layers whose matrices lie in a record, ascending."""
+        """Layers whose matrices are in records, ascending."""
         dense = self.experts.dense if self.experts else ()
         return tuple(layer for layer in range(self.layers) if layer not in dense)
 
     def place_of(self, own: str) -> tuple[int, str] | None:
-        """The layer whose record has the weight that we call `own`, and its matrix; None for a weight in no record."""
+        """The layer and the matrix of the weight named `own`; None for a weight without a record."""
         root, _, rest = own.partition(".")
         layer, _, name = rest.removesuffix(".weight").partition(".")
         if root != "blocks" or name not in self.matrices or int(layer) not in self.recorded:
@@ -128,7 +128,7 @@ class ModelShape:
         return int(layer), name
 
     def is_matrix(self, own: str) -> bool:
-        """Whether the weight that we call `own` is a matrix of a layer, streamed or not."""
+        """Whether the weight named `own` is a matrix of a layer, streamed or not."""
         return own.startswith("blocks.") and own.endswith(".weight") and len(self.own_shapes[own]) == 2
 
     @property
@@ -154,7 +154,7 @@ class ModelShape:
         return self.windows[layer] if self.windows else None
 
     def columns_read(self, context: int) -> int:
-        """The most columns, of `context`, that a row attends to in front of itself, over all layers."""
+        """Columns that a row attends to, at most `context` in each layer, summed over layers."""
         return sum(min(context, self.window(layer) or context) for layer in range(self.layers))
 
     @property

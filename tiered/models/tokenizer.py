@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from tiered.models.locate import read_object
 
 VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
-# What a tokenizer is read from, for error messages.
+# Files of a tokenizer, for error messages.
 TOKENIZER_SOURCES = f"{VOCABULARY_FILE}, or vocab.json and merges.txt with {SETTINGS_FILE}"
-# Classes that repositories bring as code of their own, and those of transformers that do the same.
+# Tokenizers that are code of repositories, with the class of transformers that does the same.
 _SAME_AS: Mapping[str, type[PreTrainedTokenizerBase]] = {"DreamTokenizer": Qwen2Tokenizer}
 
 
@@ -27,11 +27,11 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
         if kind in _SAME_AS:
             tokenizer = _SAME_AS[kind].from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         else:
-            # An empty config keeps transformers from looking for the model family, which it does not know and warns of.
+            # An empty config keeps transformers from looking up the model family, which it would warn about.
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
             )
-    except Exception as error:  # transformers raises whatever the file's content leads to
+    except Exception as error:  # transformers raises different types, depending on the file's content
         if "trust_remote_code" in str(error):  # its advice, which does not work here
             raise ValueError(
                 f"the tokenizer in {directory} cannot be read: its class {kind!r} is code of the repository, which is "
@@ -51,12 +51,12 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
 
 
 def _broken(directory: Path) -> str:
-    """The file that a tokenizer cannot be read from; its settings were parsed before."""
+    """The file that a tokenizer cannot be read from. Its settings have been parsed already."""
     for name in (VOCABULARY_FILE, "vocab.json", "added_tokens.json", "special_tokens_map.json"):
         file = directory / name
         try:
             if file.exists():
                 _ = Tokenizer.from_file(str(file)) if name == VOCABULARY_FILE else read_object(file)
-        except Exception:  # what tokenizers raises for anything that is wrong
+        except Exception:  # tokenizers raises this for any fault
             return name
     return SETTINGS_FILE if (directory / VOCABULARY_FILE).exists() else f"merges.txt or {SETTINGS_FILE}"

@@ -1,4 +1,4 @@
-"""Books: the forms that the weights of a model may be kept in, and their bytes."""
+"""Books: the forms in which the weights of a model may be stored, and their bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ROUTER, ROUTER_BIAS, ModelSha
 
 RAW, WITH_HEAD = "raw", "+head"
 TABLES = ("wte.weight", "ff_out.weight")  # the embedding, and the head
-ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
+ALIGNED = 256  # bytes: matrices of a record begin at multiples, which are whole lines of every cache and copy engine
 # Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
@@ -23,7 +23,7 @@ CODES = tuple(DROPS)
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """The form of the weights; norms, biases and sinks are always in the model's dtype, routers in float32.
+    """The form of the weights; norms, biases and sinks always have the model's dtype, routers float32.
 
     Attributes:
         code: code of the matrices of layers; None for the model's dtype.
@@ -37,7 +37,7 @@ class WeightForm:
 
     @classmethod
     def of(cls, name: "str | WeightForm") -> "WeightForm":
-        """The form of `name`: "raw", a code, or a code with "+head"; a form is returned as it is. Raises `ValueError`
+        """The form of `name`: "raw", a code, or a code with "+head"; a form is returned unchanged. Raises `ValueError`
         for another name."""
         if isinstance(name, WeightForm):
             return name
@@ -70,7 +70,7 @@ def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) 
 
 
 def dtype_of(own: str, dtype: str) -> str:
-    """The dtype of the weight that we call `own` in a model of `dtype`."""
+    """The dtype of the weight named `own` in a model of `dtype`."""
     return "float32" if own.rpartition(".")[2] in (ROUTER, ROUTER_BIAS) else dtype
 
 
@@ -86,8 +86,8 @@ def table_bytes(shape: ModelShape, dtype: str, form: WeightForm) -> int:
 
 
 def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS, rows: float | None = None) -> int:
-    """Bytes of the weights that a forward reads: all except an embedding that serves look-ups alone, and experts that
-    none of so many `rows` goes to (`Experts.reached`); None for rows that go to all."""
+    """Bytes of the weights that a forward reads: all except an embedding that is only looked up, and experts that none
+    of `rows` goes to (`Experts.reached`). None for `rows` that go to all."""
     table = shape.vocab_size, shape.width
     untied = list(shape.weight_shapes.values()).count(table) > 1
     unread = table_bytes(shape, dtype, form) if untied else 0
@@ -100,8 +100,8 @@ def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS, ro
 def places(
     shape: ModelShape, dtype: str, form: WeightForm, *, apart: int = 1
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """First byte and bytes of each matrix in the record of a layer, by name; and bytes of the record. `apart`: the
-    layer has so many records, with an equal part of each matrix."""
+    """First byte and bytes of each matrix in the record of a layer, by name; and bytes of the record. `apart`: records
+    of the layer, with an equal part of each matrix."""
     found, end = {}, 0
     for name, (out, inner) in shape.matrices.items():
         nbytes = form.matrix_bytes((out // apart, inner), BYTES_PER_ELEMENT[dtype])
@@ -125,8 +125,8 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
 
 
 def held_form(codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: ModelShape) -> WeightForm:
-    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name; `names`: our own
-    name of each. Raises `ValueError` unless all matrices of layers are in one code."""
+    """The form of a checkpoint whose files hold weights in `codes`, by official name; `names`: our own name of each.
+    Raises `ValueError` unless all matrices of layers are in one code."""
     kinds = sorted(set(codes.values()))
     matrices = [name for name, own in names.items() if shape.is_matrix(own)]
     found = sum(1 for name in matrices if name in codes)

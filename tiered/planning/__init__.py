@@ -1,1 +1,1 @@
-"""Bytes and time before loading: what a model, a policy and a context will take; and which policy a call runs under."""
+"""Bytes and time of a model, a policy and a context before loading; and the choice of a call's policy."""

@@ -1,4 +1,4 @@
-"""What makes a call fit its tiers, each change with a number that does fit; and what codes would save one that fits."""
+"""Changes that make a call fit its tiers, each with a number that fits; and bytes that codes would save a call."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from tiered.planning.workload import Workload
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 
-# Policies that keep less, and what one does without; the one that loses least first.
+# Policies that keep less, and what each does without; the one that loses least first.
 PLAINER: Mapping[str, str] = {
     "fast_dllm_dual": "keeps no hidden states and renews nothing between refreshes",
     "none": "keeps no layer's keys and values and recomputes every row in every step",
@@ -47,7 +47,7 @@ def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
 
 
 def code_savings(workload: Workload, budget: MemoryBudget) -> str:
-    """What codes would save a call that fits and streams raw weights, or raw keys and values; "" for any other call."""
+    """Savings by codes for a call that fits and streams raw weights, or raw keys and values; "" for other calls."""
     sizes, (weights, kv), ways = workload.sizes, _streamed(workload, budget), []
 
     def left(**change: Any) -> int:
@@ -129,7 +129,7 @@ def _stream_from_host(workload: Workload, budget: MemoryBudget) -> Iterator[Advi
 
 
 def _more_memory(workload: Workload, budget: MemoryBudget) -> Advice:
-    """Caps of what is needed, rounded up to what can be typed, so that none is a byte short."""
+    """The caps needed, rounded up to numbers that can be typed, so that none is a byte short."""
     needed = {tier: f"{-(-size // _MIB)}MiB" for tier, size in workload.over(budget).items()}
     text = " and ".join(f"the {tier} memory to {size}" for tier, size in needed.items())
     caps = {tier.value: budget.cap(tier) for tier in Tier if tier is not Tier.DEVICE}

@@ -1,4 +1,4 @@
-"""Books: everything that one call takes of every tier, and which features are streamed so that it fits."""
+"""Books: all bytes of one call by tier, and the features that are streamed so that it fits."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -28,12 +28,12 @@ class CallBytes:
     """Bytes of one call. The runtime books them, and the plan prints them.
 
     Attributes:
-        buffers: what the call has on the device beside weights, stored rows and slots.
+        buffers: device memory of the call beside weights, stored rows and slots.
         records: hidden states that the policy keeps as records in the tiers; None if it keeps none.
-        streams: features of which some layers are streamed; None if all are on the device.
+        streams: features with streamed layers; None if all layers are on the device.
         weights: the streamed layers of the weights; None if the caller owns the weights and has already booked them.
-        compared: attention that a commit rule compares at a time; None for a rule that compares none.
-        most_rows: rows of a sequence that go through a layer in one forward, at most; None for the whole canvas.
+        compared: the chunk of attention that a commit rule compares at a time; None for other rules.
+        most_rows: most rows of a sequence that go through a layer in one forward; None for the whole canvas.
     """
 
     buffers: tuple[Buffer, ...]
@@ -53,8 +53,8 @@ class CallBytes:
         weights: WeightBytes | None = None,
     ) -> "CallBytes":
         """The bytes of a call of `sizes` beside `held` bytes of each tier. It streams as few layers as `budget` needs:
-        of features if that is enough, else of `weights` if they may be streamed, else of both. A call that does not
-        fit is the one that lacks the least.
+        of features if that is enough, else of `weights` if they may be streamed, else of both. If no call fits, it is
+        the one that lacks the fewest bytes.
         """
         return _Search(policy, sizes, budget, held or {}, weights).best()
 
@@ -73,7 +73,8 @@ class CallBytes:
         """As `of`; `own`: bytes of each tier that `weights` hold already.
 
         Raises:
-            TierCapacityError: a tier has no room for it. If more of another tier would help, the hint says how much.
+            TierCapacityError: a tier has no room for the call. If more of another tier would help, the hint says how
+                much.
         """
         search = _Search(policy, sizes, budget, held, weights)
         call = search.best()
@@ -96,7 +97,7 @@ class CallBytes:
 
     @property
     def fixed(self) -> Mapping[Account, int]:
-        """Bytes on the device that are booked before the tiers open, by account: those of `buffers`."""
+        """Device bytes by account that are booked before the tiers open."""
         return account_bytes(self.buffers)
 
     @property
@@ -105,7 +106,7 @@ class CallBytes:
 
     @property
     def declared(self) -> list[Buffer]:
-        """Everything that the device has."""
+        """All device memory of the call."""
         parts = (part for part in (self.weights, self, self.streams, self.records) if part is not None)
         return [buffer for part in parts for buffer in part.buffers]
 
@@ -115,14 +116,14 @@ class CallBytes:
         return added(*(part.host for part in (self.records, self.streams) if part is not None))
 
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
-        """Bytes of every tier by account; `budget` decides which layers of weights pass the host on their way."""
+        """Bytes of every tier by account. `budget` decides which layers of weights pass through the host."""
         tiers = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: {}}
         if self.weights is not None and self.weights.layers:
             tiers |= {tier: added(amounts, tiers[tier]) for tier, amounts in self.weights.lower(budget).items()}
         return tiers
 
     def total(self, tier: Tier) -> int:
-        """Bytes of a tier in all, without a cap of any."""
+        """Total bytes of a tier if no tier has a cap."""
         return sum((self.device if tier is Tier.DEVICE else self.tiers(MemoryBudget())[tier]).values())
 
 
@@ -143,7 +144,7 @@ class _Search:
         return min((call, lower), key=self._lacks)
 
     def with_more_host(self) -> CallBytes | None:
-        """What would fit the device if the host were larger; None if nothing would, or the host has no cap."""
+        """A call that fits the device with a larger host; None if there is none, or the host has no cap."""
         if self.budget.cap(Tier.HOST) is None:
             return None
         call = self.with_cap(Tier.HOST, None).fewest()
@@ -186,21 +187,21 @@ class _Search:
         return sum(max(0, total - cap) for tier, total in totals.items() if (cap := self.budget.cap(tier)) is not None)
 
     def _streaming(self, call: CallBytes, count: int) -> CallBytes:
-        """`call` with so many records of weights that have no room on the device, and as many on the host as that has
-        room for."""
-        assert call.weights is not None, "weights are streamed that are the call's"
+        """`call` with `count` records of weights that the device has no room for, and as many of them on the host as
+        fit there."""
+        assert call.weights is not None, "streamed weights are the call's"
         weights, cap = call.weights.streaming(count), self.budget.cap(Tier.HOST)
         if cap is not None and weights.passes_host(self.budget):
             free = cap - self.held.get(Tier.HOST, 0) - sum(call.tiers(self.budget)[Tier.HOST].values())
             if sum(weights.lower(self.budget)[Tier.HOST].values()) > free:
                 rings = sum(weights.streaming(count, weights.streamed).lower(self.budget)[Tier.HOST].values())
                 here = max(0, free - rings) // weights.slot_bytes
-                # What is coded goes to the disk by way of the host.
+                # Coded records go to the disk by way of the host.
                 weights = weights.streaming(count, weights.streamed - max(here, 0 if weights.in_files else 1))
         return replace(call, weights=weights)
 
     def _of_features(self) -> CallBytes:
-        """The call with the fewest layers of features streamed, and all weights on the device."""
+        """The call with the fewest streamed layers of features, and all weights on the device."""
         policy, sizes, layers = self.policy, self.sizes, self.sizes.shape.layers
         whole, needs = policy.buffers(sizes), policy.needs(sizes)
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]

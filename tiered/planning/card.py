@@ -1,4 +1,4 @@
-"""What a plan says: its figures, as plain types, and as a card to read."""
+"""The figures of a plan, as plain types and as a card."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -60,29 +60,29 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one call takes in each tier. Prints as a card.
+    """Bytes of one call in each tier. Prints as a card.
 
     Attributes:
         model: name of the model, as it was given.
-        machine: the machine that the plan is for, in words.
+        machine: the machine of the plan, in words.
         family: name of the model family.
         sizes: sizes of the model and the call.
         policy, policy_options: the policy's name and its options.
         why: the reason for the policy if something was "auto", else "".
-        tiers: bytes and cap of every tier, as the runtime books them. For a policy that keeps hidden states they are
-            the most that it books, because the sizes of clusters are not known before.
-        largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
-            made for; 0 if not even one block fits, None if no cap limits them.
+        tiers: bytes and cap of every tier, as the runtime books them. If the policy keeps hidden states they are an
+            upper bound, because the sizes of clusters are not known yet.
+        largest_context: positions that fit every cap with all else equal, in whole blocks, up to the model's longest
+            context. 0 if not even one block fits, None if no cap limits them.
         stretch: how the model's rotation reaches past the positions that it was trained on; "" if it does not.
-        streams: features of which some layers are streamed so that the device's cap holds; None if all are there.
-        weights: which layers of the weights are streamed.
-        hidden: what hidden states would take, in no tier's total; None for a policy that keeps them.
-        buffers: what the call has on the device, one by one.
+        streams: features with layers that are streamed so that the device's cap holds; None if there are none.
+        weights: the streamed layers of the weights.
+        hidden: bytes that hidden states would take, not counted in any tier; None for a policy that keeps them.
+        buffers: the call's buffers on the device.
         advice: changes that make it fit; empty if it does.
-        rates: rates of the machine that `times` are of; None for a machine without a name.
-        tokens_per_forward: tokens that the call is expected to commit in each forward.
-        times: calls that commit more and more tokens a forward.
-        warnings: what is allowed and still worth knowing.
+        rates: rates of the machine, for `times`; None for a machine without a name.
+        tokens_per_forward: tokens that each forward is expected to commit.
+        times: calls with increasing tokens a forward.
+        warnings: allowed but noteworthy properties of the call.
     """
 
     model: str
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def shown_time(self) -> CallTime | None:
-        """The one of `times` that commits `tokens_per_forward`; None for a machine without a name."""
+        """The entry of `times` for `tokens_per_forward`; None for a machine without a name."""
         return next((time for time in self.times if time.tokens_per_forward == self.tokens_per_forward), None)
 
     @property
@@ -170,7 +170,7 @@ class Plan:
 
 
 def machine_of(device: object, gpu: Gpu | None, rates: Rates | None) -> str:
-    """The machine that `device` means, in words; `gpu` and `rates` as the plan has them."""
+    """The machine of `device` in words; `gpu` and `rates` as in the plan."""
     if rates is not None:
         return f"{device} ({rates.source})"
     if gpu is not None:
@@ -261,7 +261,7 @@ def _streamed(plan: Plan) -> Iterator[str]:
 
 
 def _moving(plan: Plan) -> str:
-    """The forwards that move all that is streamed. A refresh makes keys and values anew, and fetches weights alone."""
+    """The forwards that move all streamed bytes. A refresh recomputes keys and values, and only fetches weights."""
     shown = plan.shown_time
     if plan.streams is None or plan.shape.block_causal:
         return "every forward"

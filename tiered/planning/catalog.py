@@ -1,4 +1,4 @@
-"""The models that can be named on this machine: the embedded ones, the presets, and cached hub checkpoints."""
+"""The models that have names on this machine: the embedded ones, the presets, and cached hub checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,7 +27,7 @@ class KnownModel:
         layers: transformer layers.
         kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
         hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec.
-        offload_saves: share of the device's bytes of keys, values and raw hidden states that offloading these frees.
+        offload_saves: share of the device bytes of keys, values and raw hidden states that offloading the latter frees.
         loadable: whether its weights are on this machine; if not, it can only be planned.
     """
 
@@ -59,7 +59,7 @@ def _known(name: str, source: Source) -> KnownModel:
     config = read_config(name)
     family = family_of(config)
     shape = family.shape(config)
-    # A preset's name may be a directory's too; the preset itself has no weights.
+    # A directory may have a preset's name; the preset itself has no weights.
     directory = None if source == "preset" else find_directory(name)
     kept, element = kv_bytes_per_token(shape, shape.dtype), BYTES_PER_ELEMENT[shape.dtype]
     hidden = {codec: shape.layers * codec.row_bytes(shape.width, element) for codec in Codec}
@@ -85,7 +85,7 @@ def _cached_models() -> Iterator[KnownModel]:
     except CacheNotFound:
         return
     for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
-        # Not one without a config.json, a damaged one, or one that no family here implements.
+        # Leaves out checkpoints whose config.json is missing, damaged, or of a family without implementation.
         with suppress(ValueError):
             if find_directory(name) is not None:
                 yield _known(name, "cache")

@@ -1,4 +1,4 @@
-"""The calls that `generate` and a plan refuse alike."""
+"""The calls that both `generate` and a plan refuse."""
 
 from tiered.core.errors import ContextLengthError
 from tiered.forward.sizes import CallShape
@@ -8,7 +8,7 @@ from tiered.policies.registry import policies_for
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
-    """Raise `ContextLengthError` if the model was not made for so many `positions`; `what` begins the message."""
+    """Raise `ContextLengthError` if `positions` exceed the model's context; `what` begins the message."""
     if positions > shape.max_context:
         hint = f"; rope_scaling = 'ntk:{-(-positions // shape.trained_context)}' would stretch it, without training"
         raise ContextLengthError(
@@ -21,7 +21,7 @@ def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> in
     """The length of blocks in a call of the model called `name`, which counts them from a sequence's first token.
 
     Raises:
-        ValueError: neither config.json nor `block_length` says it, or the two contradict each other.
+        ValueError: neither config.json nor `block_length` has it, or they contradict each other.
     """
     if shape.block_length is None and block_length is None:
         raise ValueError(
@@ -41,8 +41,8 @@ def beyond_training(shape: ModelShape, positions: int) -> str | None:
     if positions <= shape.trained_context:
         return None
     return (
-        f"{positions} positions, of which the model was trained on {shape.trained_context}: what it makes of the others"
-        " is up to its rotation (rope_theta, rope_scaling)"
+        f"{positions} positions, but the model was trained on {shape.trained_context}: quality beyond them depends on"
+        " its rotation (rope_theta, rope_scaling)"
     )
 
 
@@ -56,7 +56,7 @@ def check_policy(
     ordered: bool,
     rewrites: bool,
 ) -> None:
-    """Raise `ValueError` if the model, called `name`, and the policy do not go together in such a call.
+    """Raise `ValueError` if the model, called `name`, and the policy do not fit each other in such a call.
 
     Args:
         guidance: the argument for classifier-free guidance, as `name = value`; None for no guidance.
@@ -65,7 +65,7 @@ def check_policy(
     """
     if shape.sight not in policy.sights:
         what = (
-            f"reuses what later tokens would change, but of {name!r} keys and values of finished blocks are exact"
+            f"reuses outdated keys and values, but those of finished blocks are exact in {name!r}"
             if shape.block_causal
             else f"keeps finished blocks for good, but every row of {name!r} sees the whole canvas"
         )
@@ -85,5 +85,5 @@ def check_policy(
         )
     if guidance and shape.sight == "noise":
         raise ValueError(
-            f"{guidance} masks prompts, which {name!r} would take for final text; a call without guidance is allowed"
+            f"{guidance} masks prompts, which {name!r} would treat as final text; a call without guidance is allowed"
         )

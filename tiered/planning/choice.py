@@ -1,4 +1,4 @@
-"""Which policy a call runs under if an option is "auto": a table decides before the call, the same every time."""
+"""The policy of a call with an "auto" option: a table decides before the call, always alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ class Row(NamedTuple):
     """A row of `TABLE`.
 
     Attributes:
-        least_prompt: tokens of the shortest prompt from which on the policy was measured to answer as `none` does.
-        least_blocks: blocks of the answer from which on the policy is the fastest.
-        policy: the policy that such a call runs under.
+        least_prompt: fewest tokens of the shortest prompt at which the policy was measured to answer as `none`.
+        least_blocks: fewest blocks of the answer at which the policy is the fastest.
+        policy: policy of such a call.
     """
 
     least_prompt: int
@@ -27,14 +27,14 @@ class Row(NamedTuple):
     policy: Policy
 
 
-# The first row whose numbers a call reaches is what `auto` means; below all of them it is `none`. Seconds: the map of
-# docs/measurements/ (regimes), which tests/test_choice.py holds the rows to. Answers: docs/measurements/ (drops:
+# `auto` is the first row whose numbers a call reaches; if it reaches none, `none`. Seconds: the map of
+# docs/measurements/ (regimes), which tests/test_choice.py compares with the rows. Answers: docs/measurements/ (drops:
 # several blocks behind 1000 and 2000 tokens; compare) and docs/embedded-model.md (accuracy).
 TABLE: tuple[Row, ...] = (
     Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=REFRESH_EVERY_4)),
     Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),
 )
-# An option that is "auto": its value in calls of one block or a short prompt, and its value in all others.
+# By "auto" option: its value in calls of one block or a short prompt, and its value in all others.
 REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, REFRESH_EVERY_4)}
 
 
@@ -61,8 +61,8 @@ class Choice:
 
 
 def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: int | None = None) -> Choice:
-    """The policy that a call of `sizes` runs under: `policy` itself, unless an option of it is "auto". `prompt`: tokens
-    of the shortest prompt; None for prompts as long as the canvas has room for."""
+    """The policy for a call of `sizes`: `policy` itself, unless one of its options is "auto". `prompt`: tokens of the
+    shortest prompt; None for prompts that fill the canvas in front of the answer."""
     prompt, blocks = prompt_of(sizes) if prompt is None else prompt, answer_of(sizes) // sizes.block_length
     behind = f"{blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
     if not isinstance(policy, Auto):

@@ -15,15 +15,15 @@ from tiered.models.llada import LLaDA
 from tiered.offload.device import best_seconds, multiprocessors
 
 _SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
-_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes that are summed up, and copied: more than any cache holds
+_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes that are summed and copied: more than any cache holds
 _FEW, _MANY = 32, 512  # rows of a step, and of a part of a refresh
-_LAYERS = 8  # layers of the smallest model: hardly any work, but all of a layer's launches
+_LAYERS = 8  # layers of the smallest model: hardly any work, but all launches of a layer
 
 
 @torch.no_grad()
 def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of `device` in `dtype`: the best of a few tries of products and attention over many rows and few, a sum
-    over a long vector, a copy of it from the host, and layers that have hardly anything to compute."""
+    """The rates of `device` in `dtype`, each the best of a few tries. It times products and attention over many
+    rows and few, the sum of a long vector, its copy from the host, and layers with hardly any work."""
     side, nbytes = _SIDE[device.type], _BYTES[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     vector = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
@@ -59,7 +59,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _half_rows(most: float, of_few: float) -> float:
-    """Rows that reach half of the rate `most`, if `_FEW` rows reach `of_few`."""
+    """Number of rows at which the rate is half of `most`, if `_FEW` rows reach `of_few`."""
     return max(0.0, _FEW * (most / of_few - 1))
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a call before anything is loaded: what fits, how far the context goes, and what to change."""
+"""The bytes of a call before anything is loaded: whether it fits, the largest context, and changes that help."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,8 +51,8 @@ def plan(
     rope_scaling: Mapping[str, Any] | str | None = None,
     **policy_options: Any,
 ) -> Plan:
-    """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded. What `generate`
-    refuses of every such call, a plan refuses too.
+    """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded. A plan refuses
+    every call that `generate` would always refuse.
 
     Args:
         path_or_config: a name, path or config that `tiered.models.locate.read_config` takes.
@@ -67,11 +67,11 @@ def plan(
         device: this machine ("auto", "cpu", "cuda"; "cuda" without a GPU counts the most of any card), or one whose
             seconds are planned too: a GPU by name (`tiered.core.rates.DEVICES`), or a file of `tiered rates --out`.
         tokens_per_forward: tokens of a sequence that each forward is expected to commit.
-        dtype, weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
+        dtype, weights, kv, rope_theta, rope_scaling: as in `from_pretrained`.
 
     Raises:
-        TypeError, ValueError: an argument out of range or at odds with another, the model or the policy; or no such
-            model, policy or option. The error names what is allowed.
+        TypeError, ValueError: an argument is out of range, or contradicts another, the model or the policy. Or there is
+            no such model, policy or option. The error names the allowed values.
     """
     check_arguments(plan, policy, policy_options)
     check_switch("cfg", cfg)
@@ -116,7 +116,7 @@ def _figures(
 
 
 def _times(workload: Workload, needed: CallBytes, rates: Rates | None, tokens: int) -> tuple[CallTime, ...]:
-    """Calls that commit more and more tokens a forward, `tokens` among them; none without `rates`."""
+    """Calls with increasing tokens a forward, `tokens` among them; empty without `rates`."""
     if rates is None:
         return ()
     counts = [each for each in sorted({*TOKENS_PER_FORWARD, tokens}) if each <= workload.sizes.block_length]
@@ -145,14 +145,14 @@ def _positions(
         block = check_block(shape, given, name=name)
     if answer is not None and context <= answer:
         raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {answer}")
-    if shape.block_causal:  # as `tiered.prepare` counts them
+    if shape.block_causal:  # counted as in `tiered.prepare`
         rounded, answer = most_columns_in_blocks(context, block, answer, batch)
         context = max(context, min(rounded, shape.max_context // block * block))
     return {"batch": batch, "context": context, "block_length": block, "answer": answer}
 
 
 def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm:
-    """The form of the weights that `weights` means; if it is "raw", files that hold them in a code keep that."""
+    """The form of the weights by its name. With "raw", weights that are coded in the files keep their code."""
     form = WeightForm.of(weights)
     method = require_readable(config) if form == RAW_WEIGHTS else None
     if method is None:
@@ -182,7 +182,7 @@ def _stretch(config: Mapping[str, Any], shape: ModelShape) -> str:
 
 
 def _machine(device: str) -> tuple[Rates | None, Gpu | None]:
-    """Its rates, None for a machine without a name; and the GPU that a call computes on, None for a CPU."""
+    """The rates of `device`, None for a machine without a name; and the GPU of a call, None for a CPU."""
     name = str(device)
     if name in ("auto", "cpu") or name.partition(":")[0] == "cuda":
         return None, gpu_of(device)
@@ -206,7 +206,7 @@ def _check(policy: Policy, sizes: CallShape, name: str) -> None:
     if context < block:
         raise ValueError(f"context = {context} has no room for block_length = {block}")
     check_positions(shape, context, "context =")
-    # Of all the rules that the model's noise goes with, one that asks for least: a plan knows none.
+    # The rule is unknown, so assume the least demanding one that fits the model's noise.
     masks = shape.noise == "mask"
     guidance = "cfg = True" if sizes.guidance else None
     check_policy(policy, shape, name=name, block_length=block, guidance=guidance, ordered=masks, rewrites=not masks)

@@ -1,4 +1,4 @@
-"""Books: which layers of which features leave the device if it has no room for all."""
+"""Books: the layers of each feature that leave the device if it has no room for all."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tiered.core.features import Feature
 
-# Keys and values are read in every step; the hidden states and branches, by updates alone.
+# Every step reads keys and values; only updates read hidden states and branches.
 COLDEST_FIRST: tuple[tuple[Feature, ...], ...] = (
     (Feature.HIDDEN,),
     (Feature.FFN_OUT,),
@@ -17,7 +17,7 @@ SLOTS = 2  # of each feature: one is read while the other is filled
 
 
 class StreamedLayers(NamedTuple):
-    """How many layers of each feature are streamed, and through how many slots of each."""
+    """Streamed layers and slots of each feature."""
 
     counts: Mapping[Feature, int]
     slots: int = SLOTS
@@ -34,8 +34,8 @@ def fewest_streamed(
 
     Args:
         kept: features that are kept for all layers.
-        forced: of them, those that are streamed in any case.
-        layers: of the model.
+        forced: features of these that must be streamed.
+        layers: number of the model's layers.
         device, below: whether the device, and the tiers below it, have room with these layers streamed.
 
     Returns None if no number of layers fits.
@@ -56,7 +56,7 @@ def fewest_streamed(
             if not device(streamed(layers)):
                 counts = dict(streamed(layers).counts)
                 continue
-            # As many layers as there are slots save nothing.
+            # Streaming no more layers than there are slots saves nothing.
             count = bisect_left(range(layers), True, lo=min(slots + 1, layers), key=lambda n: device(streamed(n)))
             if below(streamed(count)):
                 return streamed(count)

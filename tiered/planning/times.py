@@ -23,21 +23,21 @@ from tiered.policies.polestar.policy import Drifting, Polestar
 from tiered.policies.polestar.update import Update
 
 TOKENS_PER_FORWARD = (1, 2, 4, 8)
-# Launches of a layer without a program, of a layer with one (of 20 to 199 the middle), and outside of all layers, most
-# of them to propose and commit tokens. tests/test_launches.py has the counts by policy and kind of forward.
+# Launches of a layer without a program, of a layer with one (the middle of 20 to 199), and outside of all layers, most
+# of these to propose and commit tokens. tests/test_launches.py has the counts by policy and kind of forward.
 PLAIN_LAUNCHES, PROGRAM_LAUNCHES, OUTSIDE_LAUNCHES = 18, 45, 53
-MOST_BLOCKS = 32  # of an answer that a dry run goes through; later blocks are like them
-_MASK = 1  # an id that is in no prompt
+MOST_BLOCKS = 32  # of an answer in a dry run; later blocks are like them
+_MASK = 1  # a token id that is in no prompt
 
 
 class DryForward(NamedTuple):
     """One forward of a call without its model.
 
     Attributes:
-        block: number of the block that it belongs to.
-        kind: what the forward is for.
+        block: number of its block.
+        kind: purpose of the forward.
         rows: rows of a sequence, on average over layers; an expectation if the model decides.
-        fetched: bytes that arrive beside layers that are streamed.
+        fetched: bytes fetched beside streamed layers.
         launches: launches of a layer.
     """
 
@@ -55,7 +55,7 @@ class ForwardTime:
     Attributes:
         rows: rows of a sequence, on average over layers.
         count: forwards of this kind in the call.
-        seconds: seconds of one.
+        seconds: seconds of one forward.
         bound: the slowest part: reading "weights", or "keys and values"; "products"; the "link"; or "launches".
     """
 
@@ -72,7 +72,7 @@ class CallTime:
     Attributes:
         answer: tokens of a sequence.
         blocks: blocks of the answer.
-        sequences: sequences that are answered together.
+        sequences: sequences of the batch.
         kinds: the forwards by kind.
     """
 
@@ -103,8 +103,8 @@ class CallTime:
 def call_time(
     policy: Policy, sizes: CallShape, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
 ) -> CallTime:
-    """The seconds of a call of `sizes` that takes what is `needed`. Every forward moves all layers that are streamed,
-    and the experts that it lacks."""
+    """The seconds of a call of `sizes` with the bytes `needed`. Every forward moves all streamed layers, and the
+    experts that it lacks."""
     streamed = 0 if needed.streams is None else sum(stream.records for stream in needed.streams.streams)
     kinds = {}
     for count, forward in _kinds(policy, sizes, tokens_per_forward):
@@ -146,10 +146,10 @@ def _kinds(policy: Policy, sizes: CallShape, tokens_per_forward: int) -> tuple[t
 def forward_seconds(
     policy: Policy, sizes: CallShape, rows: float, moved: float, rates: Rates, *, launches: float = PLAIN_LAUNCHES
 ) -> tuple[float, str]:
-    """The seconds of a forward over `rows` of each sequence while `moved` bytes come to the device, and the slowest
-    part. Copies, reading and arithmetic run at the same time. `launches`: launches of a layer."""
+    """The seconds of a forward over `rows` of each sequence that fetches `moved` bytes, and its slowest part. Copies,
+    reads and arithmetic overlap. `launches`: launches of a layer."""
     work = work_of(policy, sizes, rows)
-    # A layer goes over its rows in parts, each of which reads all of it.
+    # Rows go through a layer in parts, and each part reads the whole layer.
     parts = max(1.0, rows / part_rows(sizes.sequences))
     reached = 1.0 if sizes.weights.code is None or not rates.multiprocessors else CODED_PRODUCTS[sizes.weights.code]
     products = (work.flops - work.attention_flops) / (reached * rates.flops_per_second)
@@ -159,7 +159,7 @@ def forward_seconds(
         "weights": parts * work.weight_bytes / rates.bytes_per_second,
         "keys and values": parts * work.kv_bytes / rates.bytes_per_second,
     }
-    # The estimate of a datasheet is too rough for what is outside of layers.
+    # An estimate from a datasheet is too rough to add work outside of layers.
     outside = OUTSIDE_LAUNCHES if rates.measured else 0
     launching = (sizes.shape.layers * launches + outside) / PLAIN_LAUNCHES * rates.layer_seconds
     paces = {
@@ -169,14 +169,14 @@ def forward_seconds(
         "launches": launching,
     }
     bound = max(paces, key=lambda name: paces[name])
-    # A CPU launches and computes by turns.
+    # A CPU does not launch and compute at the same time.
     alone = 0.0 if rates.multiprocessors or bound == "launches" else launching
     return paces[bound] + alone, bound
 
 
 def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
-    """The work of a forward that recomputes `rows` of each sequence. A policy that keeps one layer's keys and values
-    reads none: it has just made them."""
+    """The work of a forward that recomputes `rows` of each sequence. A policy that keeps keys and values of one layer
+    reads none, because the forward has just computed them."""
     shape = sizes.shape
     work = forward_work(
         shape,
@@ -196,11 +196,11 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
 
 
 def dry_run(policy: Policy, sizes: CallShape, *, tokens_per_forward: int) -> Iterator[DryForward]:
-    """The forwards of a call of `sizes` of one sequence, in the order of the decoding loop. Each commits the first
+    """The forwards of a call of `sizes` with one sequence, in the order of the decoding loop. Each commits the first
     `tokens_per_forward` pending tokens of its block."""
     shape, block, prompt = sizes.shape, sizes.block_length, prompt_of(sizes)
     canvas = Canvas(
-        # If blocks count from a prompt's first token, its last ones are in the answer's first block.
+        # If blocks count from a prompt's first token, its last tokens are in the answer's first block.
         torch.zeros(1, prompt // block * block if shape.block_causal else prompt, dtype=torch.int64),
         torch.zeros(1, dtype=torch.int64),
         max_new_tokens=answer_of(sizes),
@@ -237,12 +237,12 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
         rows = asked.program.expected_rows(count, layers)
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
         kept = policy.cluster_sizes(sizes)
-        # Where each layer adds clusters, half of all come along through a layer on average.
+        # If each layer adds clusters, a layer has half of them on average.
         chosen = kept.chosen * (1 + kept.layers / 2 if kept.beside else 1)
         renewed = min(kept.kept, chosen * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
         rows += renewed * (layers - 1) / layers
-        if policy.hidden_tier == Tier.HOST and kept.slots < kept.records:  # else all stay in their slots
-            # An upper bound: rows that come from the group below are not fetched, and the model decides on those.
+        if policy.hidden_tier == Tier.HOST and kept.slots < kept.records:  # otherwise all stay in their slots
+            # An upper bound: rows from the group below are not fetched, and the model decides on those.
             fetched = sizes.sequences * kept.layers * kept.stored(math.ceil(renewed))
     return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)

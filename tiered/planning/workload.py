@@ -1,4 +1,4 @@
-"""Books: a policy and the sizes of a call together, and how far they can grow under a budget."""
+"""Books: a policy with the sizes of a call, and how far they can grow under a budget."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from tiered.policies.polestar.policy import Polestar
 # The end of a search for the largest size.
 LARGEST_SIZE = 2**40
 UNCAPPED = MemoryBudget()
-ANSWER_BLOCKS = 8  # blocks of an answer whose length is not given
+ANSWER_BLOCKS = 8  # blocks of an answer without a given length
 
 
 def prompt_of(sizes: CallShape) -> int:
@@ -27,7 +27,7 @@ def prompt_of(sizes: CallShape) -> int:
 
 
 def answer_of(sizes: CallShape) -> int:
-    """Positions of the answer; if it is not given, `ANSWER_BLOCKS` blocks, or as many as a prompt leaves."""
+    """Positions of the answer; without a given length, `ANSWER_BLOCKS` blocks, or as many as the prompt leaves."""
     if sizes.answer is not None:
         return sizes.answer
     return sizes.block_length * max(1, min(ANSWER_BLOCKS, sizes.context // sizes.block_length - 1))
@@ -57,7 +57,7 @@ class Workload:
         return sum(self.accounts(budget)[tier].values())
 
     def over(self, budget: MemoryBudget) -> dict[Tier, int]:
-        """The tiers whose cap is too small, with the bytes that are needed there."""
+        """The tiers whose cap is too small, with the bytes needed there."""
         totals = {tier: sum(accounts.values()) for tier, accounts in self.accounts(budget).items()}
         caps = {tier: budget.cap(tier) for tier in Tier}
         return {tier: totals[tier] for tier, cap in caps.items() if cap is not None and totals[tier] > cap}
@@ -65,8 +65,8 @@ class Workload:
     def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
         """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 if none does.
 
-        A bisection, because totals grow with either size. They dip if more sequences or columns make the parts smaller
-        that a step computes one after another. The search may stop there; its result has been counted, so it fits.
+        By bisection, because totals grow with either size. They dip if more sequences or columns make the parts of a
+        step smaller. The search may stop there; its result was counted, so it fits.
         """
         values = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
@@ -74,14 +74,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenBytes:
-    """What hidden states would take in each codec if the policy kept them on the host, as `polestar` does.
+    """Bytes of hidden states in each codec, if the policy kept them on the host, as `polestar` does.
 
     Attributes:
         codecs: bytes of the records by codec.
         clusters: clusters in each layer of each sequence.
-        centroids: bytes on the device of centroids and of the references of drift.
-        staging: bytes of the slots of the device that records pass.
-        slots: these slots.
+        centroids: device bytes of centroids and of the references of drift.
+        staging: device bytes of the slots that records pass through.
+        slots: number of these slots.
     """
 
     codecs: Mapping[Codec, int]

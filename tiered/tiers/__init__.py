@@ -1,1 +1,1 @@
-"""Records, where they live below the device, and how they come to it, under one budget."""
+"""Records, their homes below the device, and their copies to it, under one budget."""

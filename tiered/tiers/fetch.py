@@ -1,4 +1,4 @@
-"""How the bytes of records come from their homes to the device."""
+"""Copies of records from their homes to the device."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
@@ -20,14 +20,14 @@ LARGE = 1 << 18  # bytes of a record whose copy takes much longer than a job's s
 
 
 class Fetch(NamedTuple):
-    """Bytes of a record, for memory of the device.
+    """Bytes of a record, to be copied to device memory.
 
     Attributes:
-        home: where they lie.
-        layer: of the model; None for none.
-        segments: bytes of the home, and where they go in `into`.
+        home: home of the record.
+        layer: layer of the model; None for none.
+        segments: spans of bytes in the home, and their places in `into`.
         parts: number of the record's parts.
-        into, fence: memory of the device, and what guards it.
+        into, fence: device memory, and its fence.
     """
 
     home: Home
@@ -38,7 +38,7 @@ class Fetch(NamedTuple):
     fence: Fence
 
     def copies(self, source: UInt8[Tensor, " nbytes"]) -> list[Copy]:
-        """The copies from `source`, which has the bytes of the home."""
+        """The copies from `source`, which holds the bytes of the home."""
         return [Copy(source[at : at + size], self.into[to : to + size]) for at, to, size in self.segments]
 
 
@@ -47,11 +47,11 @@ class Fetcher:
     may use it before the next arrives. A record in a file takes two jobs."""
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None) -> None:
-        """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
+        """`record`: called with events. `passing`: host slots for records in files; None without files."""
         self._traffic, self._record, self._passing = traffic, record, passing
 
     def send(self, fetches: Iterable[Fetch]) -> None:
-        """Let bytes set out. Never waits for a copy, except for a thread that has to (`Traffic`)."""
+        """Submit the copies. Never waits for a copy, except on a thread that has to (`Traffic`)."""
         jobs: defaultdict[Hashable, list[Fetch]] = defaultdict(list)
         for each in fetches:
             nbytes = sum(size for *_, size in each.segments)
@@ -63,7 +63,7 @@ class Fetcher:
         for group in jobs.values():
             copies = [copy for each in group if each.home.memory is not None for copy in each.copies(each.home.memory)]
             homes, slots = dict.fromkeys(each.home.fence for each in group), [each.fence for each in group]
-            # The slots are read as well: if a copy of other parts failed, this one must not say otherwise.
+            # The job also reads the slots, so it fails if an earlier copy of other parts has failed.
             self._traffic.move(Lane.FETCH, copies, reads=[*homes, *slots], writes=slots, layer=group[0].layer)
 
     def check_integrity(self) -> None:
@@ -73,7 +73,7 @@ class Fetcher:
     def _load(self, fetch: Fetch) -> None:
         home, layer = fetch.home, fetch.layer
         passing = None if self._passing is None else self._passing.acquire()
-        assert passing is not None and home.read is not None, "what is in a file has a slot to pass"
+        assert passing is not None and home.read is not None, "a record in a file passes through a slot"
         source, guard = passing.bytes[: home.nbytes], passing.fence
         try:
             self._traffic.move(Lane.LOAD, partial(home.read, source), reads=[home.fence], writes=[guard], layer=layer)

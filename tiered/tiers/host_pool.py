@@ -1,4 +1,4 @@
-"""Memory under the books, rings of it, and host memory that outlives a call."""
+"""Booked memory, rings of it, and host memory that outlives a call."""
 
 from bisect import insort
 from collections import deque
@@ -27,10 +27,10 @@ KNOBS = {
 def booked(
     ledger: Ledger, tier: Tier, allocate: Callable[[int], Chunk], hint: str | None = None
 ) -> Callable[[int], Chunk]:
-    """`allocate`, whose chunks are in the books as `SPARE` of `tier` from before they are there until they are freed.
+    """`allocate` with bookings: each chunk is booked as `SPARE` of `tier` from before its allocation until `free`.
 
-    What it makes raises TierCapacityError with `hint` where the budget has no room for a chunk, and what `allocate`
-    raises; then nothing is booked.
+    The returned function raises TierCapacityError with `hint` if the budget has no room for a chunk. It passes errors
+    of `allocate` on. After an error nothing is booked.
     """
 
     def obtain(nbytes: int) -> Chunk:
@@ -61,39 +61,39 @@ def booked(
 
 
 class HostPool:
-    """Host memory that one call after another uses: pinning takes longer than the copies of a call.
+    """Host memory that successive calls share, because pinning takes longer than the copies of a call.
 
-    A chunk is in the books, as `SPARE` until records fill it, whether a call holds it or not; no two calls hold it at a
-    time. Whoever gives one back has waited for all that was under way in it. Where the budget or the system has no room
-    for something else, chunks that no call holds are given up, smallest first. For several threads.
+    A chunk stays booked, as `SPARE` until records fill it, whether a call holds it or not. No two calls hold it at the
+    same time. A call must wait for all accesses to a chunk before it frees it. If the budget or the system has no room
+    for another allocation, chunks that no call holds are given up, smallest first. For several threads.
 
     Args:
-        ledger: of all that is obtained.
-        device: whose copy engines are to reach the memory.
+        ledger: books all chunks.
+        device: its copy engines must reach the memory.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
         self._obtain = booked(ledger, Tier.HOST, pick_pinner(device).allocate)
         self._idle: list[Chunk] = []  # smallest first
-        self._returned: deque[Chunk] = deque()  # not among them yet: a chunk may come back while others have the lock
+        self._returned: deque[Chunk] = deque()  # not idle yet: a chunk may return while another thread has the lock
         self._closed = False
-        self._lock = RLock()  # a chunk that is booked may have another given up
+        self._lock = RLock()  # reentrant: booking a chunk may give up another
         ledger.add_lender(self, Tier.HOST)
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that no call holds."""
+        """Bytes of chunks that no call holds."""
         return sum(chunk.actual_bytes for chunk in (*self._idle, *self._returned))
 
     def take(self, nbytes: int) -> Chunk:
-        """A chunk of `nbytes` with undefined content, which `free` brings back. It is never larger: a call holds no
-        more than it booked.
+        """A chunk of `nbytes` with undefined content; `free` returns it to the pool. It is never larger, so a call
+        holds no more than it booked.
 
         Raises:
             PinError: the system refused.
             TierCapacityError: the budget has no room for it.
-            ValueError: closed.
+            ValueError: the pool is closed.
         """
         with self._lock:
             if self._closed:
@@ -108,7 +108,7 @@ class HostPool:
         return lent
 
     def give_up(self) -> bool:
-        """Give the smallest chunk that no call holds back to the system; False where there is none."""
+        """Give the smallest chunk that no call holds back to the system; False if there is none."""
         with self._lock:
             self._sort()
             if self._idle:
@@ -117,7 +117,7 @@ class HostPool:
             return False
 
     def close(self) -> None:
-        """Give everything up; what calls hold, once they give it back. May be called again."""
+        """Give up all chunks; those that calls hold, when they free them. May be called again."""
         with self._lock:
             self._closed = True
             while self.give_up():
@@ -143,7 +143,7 @@ class HostPool:
 
 @contextmanager
 def told_by_tier(tier: Tier) -> Iterator[None]:
-    """What a storage lacks, as the error of the public contract."""
+    """Turn errors of storage into errors of the public contract."""
     try:
         yield
     except NoRoomError as error:

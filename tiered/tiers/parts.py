@@ -1,4 +1,4 @@
-"""Books: the parts of a record, and how they lie in its home and in a slot."""
+"""Books: the parts of a record, and their places in its home and in a slot."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ Parts = Bool[np.ndarray, " parts"]
 
 @runtime_checkable
 class Layout(Protocol):
-    """How the parts of a record lie in its home and in a slot."""
+    """The places of a record's parts in its home and in a slot."""
 
     @property
     def parts(self) -> int:
-        """Parts of the record."""
+        """Number of parts of the record."""
         ...
 
     def segments(self, parts: Parts) -> Iterable[Segment]:
@@ -28,19 +28,18 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Equal:
-    """`parts` of `part_bytes`, one behind the other in the home and in a slot."""
+    """`parts` of `part_bytes` each, contiguous in the home and in a slot."""
 
     part_bytes: int
     parts: int = 1
 
     def segments(self, parts: Parts) -> list[Segment]:
-        """See `Layout.segments`."""
         edges = np.flatnonzero(np.diff(parts, prepend=False, append=False)) * self.part_bytes
         return [Segment(start, start, stop - start) for start, stop in edges.reshape(-1, 2).tolist()]
 
 
 class Wanted(NamedTuple):
-    """Parts of a record; None for all. Parts that were never written have no bytes, and nothing is copied for them."""
+    """Parts of a record; None for all. Parts that were never written have no bytes, so they are not copied."""
 
     key: Hashable
     parts: Parts | None = None

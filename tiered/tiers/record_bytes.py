@@ -1,4 +1,4 @@
-"""Books: what the rows of hidden states that a call stores take of each tier."""
+"""Books: bytes by tier of the rows of hidden states that a call stores."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,19 +19,19 @@ class StoredCluster(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBytes:
-    """Bytes of the hidden states that a policy stores. Which clusters there are is known only once rows are clustered,
-    so all of it is what the call takes at most.
+    """Bytes of the hidden states that a policy stores. The clusters are known only after clustering, so every number is
+    an upper bound.
 
     Attributes:
-        tier: that has the rows, device or host.
-        codec: of the rows.
+        tier: tier of the rows, device or host.
+        codec: codec of the rows.
         regions: layers with stored rows, times sequences.
         rows: rows of a region.
         row_bytes: bytes of a row in its codec.
         clusters: clusters of a region.
         centroid_bytes: bytes of the centroid that a row is stored against; 0 for a codec without.
-        record_rows: rows of a record: a slot of the device holds as many.
-        slots: slots of the device that records pass; 0 for rows that stay on the device.
+        record_rows: rows of a record, and of a device slot.
+        slots: device slots that records pass through; 0 for rows that stay on the device.
     """
 
     tier: Tier
@@ -46,12 +46,11 @@ class RecordBytes:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of a region."""
         return self.rows * self.row_bytes
 
     @property
     def room(self) -> int:
-        """Bytes of host memory of one region. Calls of similar sizes use the same pieces, one after another."""
+        """Host bytes for one region, rounded up so that calls of similar sizes reuse the same pieces."""
         return size_class(self.region_bytes)
 
     @property
@@ -61,7 +60,6 @@ class RecordBytes:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot."""
         return self.record_rows * self.row_bytes
 
     @property
@@ -71,7 +69,7 @@ class RecordBytes:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """What the device has of them."""
+        """The rows' memory on the device."""
         rows = self.regions if self.tier is Tier.DEVICE else 0
         against = (self.regions, self.clusters, self.centroid_bytes)
         return [

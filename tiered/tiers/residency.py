@@ -1,12 +1,12 @@
-"""Residency: records with homes below the device, and the slots of the device that they are used in.
+"""Residency: records with homes below the device, and the device slots in which they are used.
 
     home in host memory ──FETCH──▶ slot ◀──▶ compute
       │  ▲ ▲                        │
-      │  │ └──────────STORE─────────┘   what compute writes goes through to the home
+      │  │ └──────────STORE─────────┘   writes of compute go through to the home
       │  └──LOAD── home in a file       by way of a slot of host memory
 
-Once a record is patched, its slot has no bytes that its home lacks: the record may leave the slot without a copy. The
-caller's thread waits for no copy; compute and the transport's threads do (`Traffic`).
+After a patch the home has all bytes of the slot, so the record may leave the slot without a copy. The caller's thread
+waits for no copy; compute and the transport's threads do (`Traffic`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
@@ -29,7 +29,7 @@ from tiered.tiers.traffic import Traffic
 
 @dataclass(eq=False, slots=True)
 class _Record:
-    """`filled`: parts that the home has bytes of; `layer`: of the model."""
+    """`filled`: parts whose bytes the home has; `layer`: layer of the model."""
 
     home: Home
     layout: Layout
@@ -43,9 +43,14 @@ class _Record:
 
 @dataclass(eq=False, slots=True)
 class _Here:
-    """A record in a slot. `present`: parts that are there or on their way; `brought`: those of them that came from the
-    home and were not written since; `written`: parts that were written and not patched; `arriving`: whether compute has
-    to wait for copies."""
+    """A record in a slot.
+
+    Attributes:
+        present: parts in the slot or on their way.
+        brought: parts that came from the home and were not written since.
+        written: parts that were written and not patched.
+        arriving: whether compute has to wait for copies.
+    """
 
     slot: RingSlot
     present: Parts
@@ -65,8 +70,8 @@ class Residency:
         *,
         recurs: Callable[[Hashable], bool] = lambda _: False,
     ) -> None:
-        """`record` counts each event. `passing`: slots of host memory for records in files; None without files.
-        `recurs`: whether a record is used in turns, so that it comes the sooner the longer ago it was used."""
+        """`record`: called with each event. `passing`: host slots for records in files; None without files. `recurs`:
+        whether a record is used cyclically, so that the record unused for longest will be needed first."""
         self._traffic, self._record, self._fetcher = traffic, record, Fetcher(traffic, record, passing)
         self._slots: Ring | None = None
         self._recurs = recurs
@@ -78,20 +83,20 @@ class Residency:
         return key in self._records
 
     def home(self, key: Hashable) -> Home:
-        """The home of a record. Raises `KeyError` for no record."""
+        """The home of a record. Raises `KeyError` for an unknown key."""
         return self._records[key].home
 
     def place(
         self, key: Hashable, home: Home, *, layout: Layout | None = None, filled: bool = True, layer: int | None = None
     ) -> None:
-        """Add a record. Raises `ValueError` if there is one of that key.
+        """Add a record. Raises `ValueError` if the key is in use.
 
         Args:
             key: name of the record.
-            home: of its bytes.
-            layout: of its parts; None for a single part.
-            filled: whether the home has the bytes already; else `patch` brings them.
-            layer: of the model, for figures by layer.
+            home: home of its bytes.
+            layout: layout of its parts; None for a single part.
+            filled: whether the home has the bytes already; if not, `patch` sends them.
+            layer: layer of the model, for figures by layer.
         """
         if key in self._records:
             raise ValueError(f"there is a record {key} already")
@@ -99,13 +104,14 @@ class Residency:
         self._records[key] = _Record(home, layout, np.full(layout.parts, filled), layer)
 
     def move(self, key: Hashable, home: Home) -> None:
-        """Give a record another home with the same bytes, and the former one back. Raises `KeyError` for no record."""
+        """Give a record another home with the same bytes, and free the former one. Raises `KeyError` for an unknown
+        key."""
         record = self._records[key]
         former, record.home = record.home, home
         former.free()
 
     def remove(self, key: Hashable) -> None:
-        """Forget a record and give its home back. Raises `KeyError` for no record."""
+        """Remove a record and free its home. Raises `KeyError` for an unknown key."""
         self.drop(key)
         self._records.pop(key).home.free()
 
@@ -117,7 +123,7 @@ class Residency:
         self._slots = slots
 
     def use(self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = ()) -> list[UInt8[Tensor, " nbytes"]]:
-        """Let compute wait for records, and send the records that are wanted next. Compute is done with all others.
+        """Let compute wait for records, and fetch the records that are wanted next. This ends the use of all others.
 
         Args:
             wanted: distinct records, at most as many as there are slots.
@@ -127,15 +133,15 @@ class Residency:
             The bytes of each record in its slot, valid until the next `use` without it.
 
         Raises:
-            KeyError: no such record.
+            KeyError: a key is unknown.
             TransferError: a copy failed. The records are dropped, and may be used again.
-            ValueError: more records than slots.
+            ValueError: there are more records than slots.
         """
         self._traffic.harvest()
         keys = [each.key for each in wanted]
         self._end_use(self._using.difference(keys))
         kept = {*keys, *(each.key for each in ahead)}
-        # What is wanted next leaves its slot for what is wanted now only if there is no other.
+        # A record that is wanted next loses its slot to one that is wanted now only if there is no other slot.
         if not all(self._enter(key, kept) or self._enter(key, {*keys}) for key in keys):
             raise ValueError(f"{len(keys)} records are wanted at once: there are too few slots")
         self._using.update(keys)
@@ -155,13 +161,13 @@ class Residency:
 
     def write(self, key: Hashable, parts: Parts) -> None:
         """Let compute write bytes of a record in use, in `parts`. The other bytes of these parts are present, or were
-        never written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
+        never written. Call `patch` before another record is used. Raises `KeyError` for a record without a slot."""
         here = self._here[key]
         here.present, here.brought, here.written = here.present | parts, here.brought & ~parts, here.written | parts
         self._traffic.compute(Lane.STORE, writes=[here.slot.fence], layer=self._records[key].layer)
 
     def patch(self, key: Hashable, segments: Iterable[Segment] | None = None) -> None:
-        """Send `segments` of the slot home; None for all written parts. Raises `KeyError` if there is no slot."""
+        """Copy `segments` of the slot home; None for all written parts. Raises `KeyError` if there is no slot."""
         here, record = self._here[key], self._records[key]
         home, slot, parts = record.home, here.slot, here.written
         assert home.memory is not None, "files are only read"
@@ -170,13 +176,13 @@ class Residency:
         self._traffic.compute(Lane.STORE, writes=[slot.fence], layer=record.layer)
         segments = record.layout.segments(parts) if segments is None else segments
         copies = [Copy(slot.bytes[to : to + size], home.memory[at : at + size]) for at, to, size in segments]
-        # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
+        # The job also reads the home: after a failed copy the home lacks bytes, so every later copy has to fail too.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
         nbytes = sum(copy.source.numel() for copy in copies)
         self._record(Stored(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
 
     def missing(self, wanted: Wanted) -> Parts:
-        """The parts that a use would bring to a slot."""
+        """The parts that a use would fetch to a slot."""
         record, here = self._records[wanted.key], self._here.get(wanted.key)
         parts = record.filled if wanted.parts is None else record.filled & wanted.parts
         return parts if here is None else parts & ~here.present
@@ -190,19 +196,19 @@ class Residency:
     def copy_out(
         self, key: Hashable, segments: Sequence[Segment], into: UInt8[Tensor, " nbytes"], fence: Fence
     ) -> None:
-        """Bring `segments` of a record to memory of the device that `fence` guards, and let compute wait for them.
-        Errors as `use`."""
+        """Copy `segments` of a record to device memory that `fence` guards, and let compute wait for them. Errors as
+        `use`."""
         record = self._records[key]
         self._fetcher.send([Fetch(record.home, record.layer, list(segments), len(record.filled), into, fence)])
         self._await([fence], record.layer)
 
     def rest(self) -> None:
-        """Compute is done with all records; the next `use` may come from another stream. Ended copies are counted."""
+        """End the use of all records; the next `use` may come from another stream. Counts ended copies."""
         self._end_use(set(self._using))
         self._traffic.harvest()
 
     def drop(self, key: Hashable) -> None:
-        """Let a record leave its slot, if it is in one."""
+        """Take a record out of its slot, if it is in one."""
         self._end_use(self._using & {key})
         if (here := self._here.pop(key, None)) is not None:
             here.slot.release()
@@ -212,7 +218,7 @@ class Residency:
             self.drop(key)
 
     def close_slots(self) -> None:
-        """Forget the slots and the records in them, in whatever state a call was broken off. The caller frees them."""
+        """Drop the slots and the records in them, in any state of a call that was broken off. The caller frees them."""
         self._using.clear()
         while self._here:
             self._here.popitem()[1].slot.release()  # a ring and a held slot refer to each other
@@ -224,7 +230,7 @@ class Residency:
             self._records.popitem()[1].home.free()
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` where the books contradict themselves."""
+        """Raise `RuntimeError` if the books contradict themselves."""
         if self._slots is not None:
             self._slots.check_integrity()
             if self._slots.held != len(self._here):
@@ -249,9 +255,9 @@ class Residency:
             here.present, here.brought, here.arriving = here.present | parts, here.brought | parts, True
 
     def _enter(self, key: Hashable, kept: Set[Hashable]) -> bool:
-        """Whether a record has a slot now. The record that was unused for longest leaves its slot for it; if that
-        recurs, the one that was used last."""
-        assert self._slots is not None, "what is used has slots"
+        """Give a record a slot if possible; returns whether it has one. If all are taken, the record unused for longest
+        loses its slot, or, if that one recurs, the record used last."""
+        assert self._slots is not None, "slots are open"
         none = np.zeros(self._records[key].layout.parts, dtype=bool)
         if key in self._here:
             self._here[key] = self._here.pop(key)
@@ -263,10 +269,10 @@ class Residency:
                 return False
             if self._recurs(leaving):
                 leaving = next(other for other in reversed(self._here) if other not in kept)
-            assert not self._here[leaving].written.any(), "what is written is patched before another record is used"
+            assert not self._here[leaving].written.any(), "written parts are patched before another record is used"
             self.drop(leaving)
             slot = self._slots.acquire()
-            assert slot is not None, "it was given back"
+            assert slot is not None, "a slot was freed"
         self._here[key] = _Here(slot, none, none.copy(), none.copy())
         return True
 
@@ -276,13 +282,13 @@ class Residency:
             event.synchronize()
 
     def _end_use(self, keys: Set[Hashable]) -> None:
-        """Let later copies to the slots wait for the work that compute has so far."""
+        """Let later copies to the slots wait for the present work of compute."""
         if keys:
             fences, layer = [self._here[key].slot.fence for key in keys], self._layer_of(keys)
             self._using.difference_update(keys)
             self._traffic.compute(Lane.FETCH, reads=fences, layer=layer)
 
     def _layer_of(self, keys: Iterable[Hashable]) -> int | None:
-        """The layer of records; None for several."""
+        """The layer of records; None if they are of several."""
         layers = {self._records[key].layer for key in keys}
         return layers.pop() if len(layers) == 1 else None

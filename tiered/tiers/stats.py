@@ -1,4 +1,4 @@
-"""Books: what the tiers did, counted from events alone."""
+"""Books: figures of the tiers, counted from events alone."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +24,12 @@ class WayStats:
     """One direction of copying.
 
     Attributes:
-        jobs, copies: how often it was asked, and in how many contiguous pieces.
+        jobs, copies: number of jobs, and of their contiguous pieces.
         nbytes: bytes that arrived.
-        busy_ns: time that the copies took, waits before them left out.
-        failed: jobs that failed.
-        batches, late: how often compute decoded what came this way or encoded what goes it, and how often it stood
-            still for a copy; `exposed_ns` for how long.
+        busy_ns: time of the copies, without waits before them.
+        failed: number of failed jobs.
+        batches: number of times that compute decoded bytes of this direction, or encoded them.
+        late, exposed_ns: number of times that compute had to wait for a copy, and the time of these waits.
     """
 
     jobs: int = 0
@@ -43,12 +43,12 @@ class WayStats:
 
     @property
     def hidden_ns(self) -> int:
-        """Time of copies during which compute went on."""
+        """Time of copies that overlapped with compute."""
         return max(0, self.busy_ns - self.exposed_ns)
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """10⁹ bytes a second while copies ran; None before the first."""
+        """10⁹ bytes a second while copies ran; None before the first copy."""
         return self.nbytes / self.busy_ns if self.busy_ns else None
 
 
@@ -58,15 +58,15 @@ def _each_lane() -> dict[Lane, WayStats]:
 
 @dataclass(slots=True)
 class TierStats:
-    """What the tiers did since they were opened.
+    """Figures of the tiers since they were opened.
 
     Attributes:
         ways: copies by direction.
-        layers: the same by the layer of the records; what moved records of several layers at once is in `ways` alone.
-        stored, asked: records, or parts of them, by tier. `asked` says where a fetch found them.
-        experts_used, experts_resident, experts_foreseen: experts of layers that rows picked, while experts are
-            streamed; those that were in a slot then; those that were guessed a layer ahead.
-        pinned_requested, pinned_actual: bytes of host memory asked of the system and given by it.
+        layers: the same by the layer of the records; a job with records of several layers is only in `ways`.
+        stored, asked: records, or parts of them, by tier; `asked` by the tier from which a fetch took them.
+        experts_used, experts_resident, experts_foreseen: with streamed experts, how many experts of layers rows picked,
+            how many of these were in a slot, and how many were guessed a layer ahead.
+        pinned_requested, pinned_actual: bytes of host memory requested from the system and allocated by it.
         pinned: whether host memory is page-locked; False on a machine without CUDA.
     """
 
@@ -111,7 +111,7 @@ class TierStats:
                     way.exposed_ns += event.exposed_ns
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON, which has strings for the numbers of layers."""
+        """Plain types only, for JSON, in which layer numbers are strings."""
         layers = {str(layer): _plain(ways) for layer, ways in sorted(self.layers.items())}
         by_tier = {
             name: {tier.value: records for tier, records in getattr(self, name).items()} for name in ("stored", "asked")
@@ -119,7 +119,7 @@ class TierStats:
         return asdict(self) | by_tier | {"ways": _plain(self.ways), "layers": layers}
 
     def _counted(self, event: CopyEnded | Waited) -> Iterator[WayStats]:
-        """Where `event` counts: in all, and in its layer if it has one."""
+        """The statistics that count `event`: the total, and its layer's if it has one."""
         yield self.ways[event.lane]
         if event.layer is not None:
             yield self.layers.setdefault(event.layer, _each_lane())[event.lane]
@@ -133,8 +133,7 @@ def _plain(ways: Mapping[Lane, WayStats]) -> dict[str, dict[str, Any]]:
 
 
 def reporting(stats: TierStats, ledger: Ledger) -> Callable[[TierEvent], None]:
-    """Where tiers report what they do: it is counted in `stats`, as transfers in `ledger`, and shown to what records
-    the call."""
+    """A function that counts an event in `stats` and transfers in `ledger`, and passes it to recorders of the call."""
 
     def report(event: TierEvent) -> None:
         stats.add(event)

@@ -26,15 +26,15 @@ Key = tuple[int, int]  # of a record: its layer, and its number among those of a
 
 
 class StoredRows:
-    """The stored rows of a call. A layer has a region for each sequence, of rows cluster after cluster.
+    """The stored rows of a call. A layer has a region for each sequence, with rows cluster after cluster.
 
-    In host memory, runs of `RecordBytes.record_rows` rows are the records of a `Residency`, and each row is a part, so
-    only the rows of clusters that are read are fetched. On the device, rows are written and read where they lie.
+    In host memory, runs of `RecordBytes.record_rows` rows are the records of a `Residency`. Each row is a part, so
+    only rows of the clusters that are read are fetched. On the device, rows are written and read in place.
     """
 
     def __init__(self, tiers: Tiers, needed: RecordBytes, sequences: int) -> None:
-        """`needed`: what has been planned. `sequences`: regions of a layer. Raises `TierCapacityError` if the device
-        has no room for the slots."""
+        """`needed`: the planned bytes. `sequences`: regions of a layer. Raises `TierCapacityError` if the device has no
+        room for the slots."""
         self._tiers, self._needed, self._sequences = tiers, needed, sequences
         self._fetched = fetched = Counter[Tier]()  # bytes
         self._each = needed.record_rows if needed.slots else max(1, needed.rows)  # rows of a record
@@ -43,7 +43,7 @@ class StoredRows:
         self._layers: dict[int, Tensor | None] = {}  # rows of a layer on the device; None in host memory
         self._ahead: dict[Key, Parts] = {}
 
-        def record(event: TierEvent) -> None:  # no method, which would be a cycle that holds memory of the device
+        def record(event: TierEvent) -> None:  # a method would form a cycle that keeps device memory alive
             if isinstance(event, Asked):
                 fetched[event.tier] += event.nbytes
             tiers.record(event)
@@ -63,7 +63,7 @@ class StoredRows:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that were fetched so far, or read on the device."""
+        """Bytes fetched so far, or read on the device."""
         return self._fetched.total()
 
     @spanned(Op.STORE)
@@ -75,8 +75,8 @@ class StoredRows:
         centroids: Float[Tensor, "clusters width"],
     ) -> None:
         """Store all rows of clusters of one region, cluster after cluster, and against these centroids. Raises
-        `TierCapacityError` if a layer's first rows find no room, and `ValueError` for another number of rows than the
-        clusters have, or for more than the region has."""
+        `TierCapacityError` if a layer's first rows find no room. Raises `ValueError` if the number of rows is not that
+        of the clusters, or exceeds the region."""
         (numbers, own), needed = self._numbers(clusters), self._needed
         if len(numbers) != len(rows):
             raise ValueError(f"{len(rows)} rows do not fit clusters of {len(numbers)}")
@@ -89,7 +89,7 @@ class StoredRows:
             self._centroids[layer].index_copy_(
                 0, on_device(torch.from_numpy(self._bases(clusters)), rows.device), bases
             )
-        # Half of the slots: while their rows are copied, those of the others are encoded.
+        # Half of the slots, so that copies of their rows overlap with encoding the others.
         for chosen, records in self._records(layer, numbers, max(1, needed.slots // 2)):
             memory, at = self._use(layer, numbers[chosen], records, fetched=False)
             for key, parts in records.items():
@@ -105,7 +105,7 @@ class StoredRows:
 
     @spanned(Op.FETCH)
     def send(self, layer: int, clusters: Sequence[StoredCluster]) -> None:
-        """Let clusters set out, behind those that were sent before, as far as there are slots."""
+        """Fetch clusters behind those sent before, as far as there are slots."""
         if not clusters:
             return
         numbers, _ = self._numbers(clusters)
@@ -116,15 +116,15 @@ class StoredRows:
             self._residency.use([], self._following({}))
 
     def recall(self) -> None:
-        """What was sent and not read is not wanted any more."""
+        """Forget clusters that were sent and not read."""
         self._ahead.clear()
 
     @spanned(Op.FETCH)
     def read(
         self, layer: int, clusters: Sequence[StoredCluster], out: Float[Tensor, "any width"], places: Sequence[slice]
     ) -> None:
-        """Write the rows of clusters to their `places` of `out`. Compute waits for those that are on their way. Raises
-        `TransferError` if a copy of a row failed, up or down."""
+        """Write the rows of clusters to their `places` of `out`. Compute waits for rows that are on their way. Raises
+        `TransferError` if a copy of a row failed in either direction."""
         if not clusters:
             return
         self.send(layer, clusters)
@@ -164,7 +164,7 @@ class StoredRows:
         self._layers[layer] = None
 
     def _numbers(self, clusters: Sequence[StoredCluster]) -> tuple[Numbers, Numbers]:
-        """The numbers of the rows of clusters among those of all regions, and which of the clusters each is of."""
+        """The numbers of the rows of clusters among those of all regions, and the index of each row's cluster."""
         starts = [one.region * self._per_region for one in clusters]
         rows = [start + np.arange(one.rows.start, one.rows.stop) for start, one in zip(starts, clusters, strict=True)]
         of = np.repeat(np.arange(len(clusters)), [len(each) for each in rows])
@@ -174,7 +174,7 @@ class StoredRows:
         return np.array([one.region * self._needed.clusters + one.cluster for one in clusters])
 
     def _records(self, layer: int, numbers: Numbers, most: int) -> Iterator[tuple[Numbers, dict[Key, Parts]]]:
-        """Rows in groups of up to `most` records: which of `numbers` they are, and the records; none on the device."""
+        """Rows in groups of up to `most` records: their indices in `numbers`, and the records; none on the device."""
         if self._layers[layer] is not None:
             yield np.arange(len(numbers)), {}
             return
@@ -193,7 +193,7 @@ class StoredRows:
     def _use(
         self, layer: int, numbers: Numbers, records: Mapping[Key, Parts], *, fetched: bool
     ) -> tuple[UInt8[Tensor, "any row_bytes"], Numbers]:
-        """Memory of the device that has rows, and their numbers there. `fetched`: whether they have to be fetched."""
+        """Device memory that holds the rows, and their numbers there. `fetched`: whether they have to be fetched."""
         if (memory := self._layers[layer]) is not None:
             used = Asked if fetched else Stored
             nbytes = len(numbers) * self._needed.row_bytes

@@ -1,4 +1,4 @@
-"""The tiers of a call, or of the weights: where memory and files come from, what carries copies, and what they did."""
+"""The tiers of a call, or of the weights: sources of memory and files, the transport of copies, and their figures."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -26,14 +26,14 @@ from tiered.tiers.traffic import Traffic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Home:
-    """Where the bytes of a record lie below the device, from when they are planned until they are given back.
+    """The place of a record's bytes below the device, from the plan until `free`.
 
     Attributes:
         nbytes: bytes of the record.
         fence: guards these bytes.
         memory: the bytes in host memory; None for a file.
         read: reads the record from its file into host memory and returns its bytes; None for host memory.
-        free: gives the room back, once the copies that are under way there have ended. A second call does nothing.
+        free: frees the room after its unfinished copies have ended. A second call does nothing.
     """
 
     nbytes: int
@@ -54,21 +54,21 @@ class Home:
 
 class Tiers:
     """Homes, rings and copies under one ledger. One thread of the caller uses them; copies run on the transport's
-    streams and threads. `close` gives back everything that its owner has not.
+    streams and threads. `close` frees everything that its owner has not freed.
 
     Attributes:
         ledger: books everything.
-        device: where records are used.
+        device: device on which records are used.
         traffic: submits copies.
-        record: counts what happens.
+        record: counts events.
         memory: closed with the tiers, after the last copy.
     """
 
     def __init__(
         self, ledger: Ledger, *, device: torch.device, transport: Transport | None = None, pool: HostPool | None = None
     ) -> None:
-        """`transport` carries copies, and is closed with the tiers; None for streams on CUDA, threads on the CPU.
-        `pool`: where host memory comes from and goes back to, of the same ledger; None for one of these tiers' own."""
+        """`transport` moves bytes, and is closed with the tiers; None for streams on CUDA, threads on the CPU. `pool`:
+        source of host memory, under the same ledger; None for a pool of these tiers alone."""
         self.ledger, self.device, self.memory = ledger, device, ExitStack()
         if pool is None:
             pool = HostPool(ledger, device)
@@ -78,15 +78,15 @@ class Tiers:
         self.record = reporting(self._stats, ledger)
         self.traffic = Traffic(self._transport, self.record)
         self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
-        self._homes: set[ExitStack] = set()  # of the homes that are not given back
+        self._homes: set[ExitStack] = set()  # of the homes that are not freed yet
         self._scratch: ScratchFile | None = None
         self._closed = False
 
     def slots(
         self, region: Region, slots: int, slot_bytes: int, opened: ExitStack | None = None, hint: str | None = None
     ) -> Ring:
-        """A ring on the device, or of host memory for `LOAD_SLOT`, until `opened` is closed; None for the tiers. Raises
-        `TierCapacityError` if there is no room for it, with `hint`; None for the usual one."""
+        """A ring on the device, or in host memory for `LOAD_SLOT`, until `opened` is closed; None for the tiers. Raises
+        `TierCapacityError` if there is no room for it, with `hint`; None for the usual hint."""
         opened = self.memory if opened is None else opened
         tier, allocate = Tier.HOST, self.pool.take
         if region is not Region.LOAD_SLOT:
@@ -101,7 +101,7 @@ class Tiers:
         return ring
 
     def host_home(self, account: Account, nbytes: int, room: int) -> Home:
-        """A home of `nbytes` in host memory, booked under `account`; `room`: bytes of the memory, of which the others
+        """A home of `nbytes` in host memory, booked under `account`. `room`: bytes of the memory; those beyond `nbytes`
         are spare. Raises `TierCapacityError` if the host has no room for it."""
         with ExitStack() as opened:
             with told_by_tier(Tier.HOST):
@@ -116,8 +116,8 @@ class Tiers:
             return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=self._to_free(opened))
 
     def on_device(self, account: Account, nbytes: int) -> UInt8[Tensor, " nbytes"]:
-        """Memory of the device, booked under `account` until the tiers are closed. Raises `TierCapacityError` if it has
-        no room."""
+        """Device memory, booked under `account` until the tiers are closed. Raises `TierCapacityError` if it has no
+        room."""
         with told_by_tier(Tier.DEVICE):
             chunk = booked(self.ledger, Tier.DEVICE, device_chunks(self.device))(nbytes)
         self.memory.callback(chunk.free)
@@ -168,7 +168,7 @@ class Tiers:
         return 0 if self._scratch is None else self._scratch.file_bytes
 
     def progress(self) -> None:
-        """Note which copies have ended. Never blocks."""
+        """Count the copies that have ended. Never blocks."""
         self.traffic.harvest()
 
     def synchronize(self) -> None:
@@ -176,7 +176,7 @@ class Tiers:
         self.traffic.synchronize()
 
     def stats(self) -> TierStats:
-        """What happened so far; a copy."""
+        """A copy of the figures so far."""
         self.progress()
         stats, chunks = deepcopy(self._stats), self._host.values()
         stats.pinned_requested = sum(chunk.bytes.numel() for chunk in chunks)
@@ -185,7 +185,7 @@ class Tiers:
         return stats
 
     def ended(self) -> TierStats:
-        """`stats` once every copy has ended."""
+        """`stats` after every copy has ended."""
         self.synchronize()
         return self.stats()
 
@@ -194,18 +194,17 @@ class Tiers:
         self._stats.restart()
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` where books, memory and ledger contradict each other."""
+        """Raise `RuntimeError` if books, memory and ledger contradict each other."""
         if self._scratch is not None:
             self._scratch.check_integrity()
         self.ledger.check_integrity()
 
     def close(self) -> None:
-        """Wait for the copies under way, then give everything back: homes, rings, file and threads. May be called
-        again."""
+        """Wait for unfinished copies, then free everything: homes, rings, file and threads. May be called again."""
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
+        with ExitStack() as closing:  # in reverse order, and all of them even if one fails
             closing.push(self.memory)
             for home in self._homes:
                 closing.callback(home.close)
@@ -219,7 +218,7 @@ class Tiers:
         self.close()
 
     def _to_free(self, opened: ExitStack) -> Callable[[], None]:
-        """`Home.free` of a home that `opened` gives back; `close` calls it if the owner has not."""
+        """`Home.free` of a home in `opened`; `close` calls it if the owner has not."""
         home = opened.pop_all()
         self._homes.add(home)
         home.callback(self._homes.discard, home)
@@ -240,8 +239,8 @@ class Tiers:
 
 
 def check_disk(budget: MemoryBudget) -> None:
-    """See whether there can be the disk tier that `budget` has, if any: a file is made and closed again. Raises
-    `OSError` if no file can be made in `disk_path`, `TierCapacityError` if the disk has not as many bytes free."""
+    """Check that the disk tier of `budget`, if it has one, is possible, by creating a file. Raises `OSError` if no file
+    can be created in `disk_path`, and `TierCapacityError` if the disk has fewer free bytes."""
     cap = budget.cap(Tier.DISK)
     if cap and budget.disk_path is not None:
         with told_by_tier(Tier.DISK), closing(ScratchFile(budget.disk_path, UNIT)) as file:

@@ -1,4 +1,4 @@
-"""Jobs between tiers: each waits for what the fences of its bytes say, and is counted when it has ended."""
+"""Jobs between tiers: each waits for the fences of its bytes, and is counted when it has ended."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -17,7 +17,7 @@ from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transpo
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Job:
-    """A job whose end has not been counted. `late`: compute was told to wait for something unfinished; `layer`: of its
+    """A job whose end has not been counted. `late`: compute had to wait for an unfinished event; `layer`: layer of its
     records."""
 
     event: TransferEvent
@@ -28,16 +28,17 @@ class _Job:
 
 
 class Traffic:
-    """Submits jobs to `transport` under the transport law, and tells `record` how each ended.
+    """Submits jobs to `transport` under the transport law, and reports the end of each to `record`.
 
-    A job waits for the last write of what it reads, and for the last write and all reads of what it writes; what comes
-    after finds it in the fences. Nothing else in the tiers submits jobs, so the law holds if it holds here.
+    A job waits for the last write of the bytes that it reads, and for the last write and all reads of those that it
+    writes. Its own accesses go to the fences for later jobs. All jobs of the tiers are submitted here, so the law holds
+    everywhere if it holds here.
     """
 
     def __init__(self, transport: Transport, record: Callable[[events.TierEvent], None]) -> None:
         self._transport = transport
         self._record = record
-        # By lane, compute among them, whose jobs end in the order of their submission.
+        # By lane, and None for compute. Jobs of a lane end in the order of their submission.
         self._jobs: defaultdict[Lane | None, deque[_Job]] = defaultdict(deque)
 
     def move(
@@ -50,7 +51,7 @@ class Traffic:
         layer: int | None = None,
     ) -> TransferEvent:
         """Copy between memories, or let the lane's thread do `work` on a file, which returns the bytes it moved.
-        `layer` is that of the records, None where they are of several."""
+        `layer`: layer of the records; None for several."""
         waits, copies = self.waits(reads, writes), 1
         if callable(work):
             event = self._transport.run(lane, work, waits)
@@ -61,8 +62,8 @@ class Traffic:
     def compute(
         self, lane: Lane, *, reads: Collection[Fence] = (), writes: Collection[Fence] = (), layer: int | None = None
     ) -> TransferEvent:
-        """Let compute wait until it may read or write these bytes, and let later copies wait for what compute was given
-        so far. `lane`: by which the bytes came, or go. `layer` as for `move`."""
+        """Let compute wait until it may read or write these bytes, and let later copies wait for the present work of
+        compute. `lane`: direction from which the bytes came, or in which they will go. `layer` as in `move`."""
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
         with span(Op.WAIT, layer):
@@ -70,13 +71,13 @@ class Traffic:
         return self._submitted(_Job(event=event, lane=lane, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
-        """The events that a job on these bytes waits for. How the former users of overwritten bytes fared is their
-        own business; that they have ended is enough."""
+        """The events that a job on these bytes waits for. Earlier accesses to overwritten bytes only have to end; they
+        need not succeed."""
         before = [event for fence in reads for event in fence.before_read()]
         return before + [Settled(event) for fence in writes for event in fence.before_write()]
 
     def harvest(self) -> None:
-        """Count the jobs that have ended, each once all before it in its lane have."""
+        """Count the jobs that have ended, each after all earlier jobs of its lane."""
         for jobs in self._jobs.values():
             while jobs and jobs[0].event.done():
                 self._count(jobs.popleft())
@@ -84,7 +85,7 @@ class Traffic:
     def synchronize(self) -> None:
         """Block the host until every job so far has ended, and count them."""
         for job in chain.from_iterable(self._jobs.values()):
-            with suppress(TransferError):  # told to those who wait for the bytes
+            with suppress(TransferError):  # raised where compute waits for the bytes
                 job.event.synchronize()
         self.harvest()
 
