@@ -74,8 +74,9 @@ def picture() -> str:
     frames, painter = frames_of()
     console = Console(file=io.StringIO(), width=CELLS, force_terminal=True, color_system="truecolor")
     shown = [list(painter.picture(frame, CELLS).split("\n")) for frame in frames]
-    for head, *_ in shown:
-        head.truncate(head.plain.index("block") + len("block 1/2"))  # rates are of the machine
+    for lines in shown:
+        lines[0].truncate(lines[0].plain.index("block") + len("block 1/2"))
+        del lines[1]  # like what is cut, rates of the machine
     width, height = 40 + CELLS * CELL + SIDE, max(map(len, shown)) * LINE + 30
     last, each = len(shown) - 1, 100 / len(shown)
     styles = [

@@ -7,6 +7,7 @@ import pty
 import re
 import sys
 import termios
+import warnings
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -44,6 +45,19 @@ def test_prompts_from_a_file_and_from_standard_input(
     monkeypatch.setattr("sys.stdin", io.StringIO("sort: Max Ada\n"))
     assert main(["generate", *SHORT]) == 0
     assert capsys.readouterr().out.splitlines() == ["Ada Max"]
+
+
+def test_a_warning_is_printed_without_its_line_of_code(monkeypatch: pytest.MonkeyPatch):
+    formatted: list[str] = []
+
+    def load(*_: Any, **__: Any) -> None:
+        formatted.append(warnings.formatwarning("bytes move", UserWarning, "file.py", 7, "code"))
+        raise ValueError("nothing is loaded")
+
+    before = warnings.formatwarning
+    monkeypatch.setattr("tiered.cli.generate.load_runtime", load)
+    assert main(["generate", "x"]) == 2
+    assert formatted == ["tiered: warning: bytes move\n"] and warnings.formatwarning is before
 
 
 def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.CaptureFixture[str]):

@@ -159,9 +159,9 @@ def test_a_policy_has_one_colour_everywhere_and_what_is_written_on_it_can_be_rea
         return (brighter + 0.05) / (darker + 0.05)
 
     inks = {light: pair for pair in theme.BASE.values() for light in pair[:1]}
-    pairs = [(pair, inks[theme.ink_on(pair[0])], 4.0) for pair in theme.POLICIES.values()]
+    pairs = [(pair, inks[theme.ink_on(pair[0])], 4.5) for pair in theme.POLICIES.values()]
     pairs += [
-        (pair, theme.BASE["on-high" if number > 3 else "on-low"], 4.0)
+        (pair, theme.BASE["on-high" if number > 3 else "on-low"], 4.5)
         for number, pair in enumerate(theme.RAMP.values())
     ]
     pairs += [

@@ -54,7 +54,7 @@ def test_the_canvas_by_state(frames: list[Frame], painter: Painter):
     first, half, last = (painter.picture(frame, 100) for frame in (frames[0], frames[4], frames[-1]))
     assert "model · policy  before the first forward  block 1/4" in first.plain
     assert "sort: Nora Ben Ivan Cleo" in first.plain and first.plain.count("░" * 32) >= 2
-    assert f"forward 5 {frames[5].kind}" in painter.picture(frames[5], 100).plain
+    assert f"forward 5 ({frames[5].kind})" in painter.picture(frames[5], 100).plain
     assert len(styled(half, "bold green")) >= 1 and styled(half, "italic cyan")
     assert f"{frames[4].count(TokenState.DRAFT)} draft" in half.plain
     assert "\n Ben Cleo Ivan Nora∎\n" in last.plain

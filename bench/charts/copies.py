@@ -1,5 +1,5 @@
-"""Time of fetches to the device by layer, all updates of a call together: hidden, while compute went on, or exposed,
-while it waited."""
+"""A bar is the time of fetches to the device for a layer, all updates of a call together: hidden, while compute went
+on, or exposed, while it waited. Less that is exposed is better."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
         ]
         bars += [{"layer": row["layer"], "part": "exposed", "ms": row["exposed_ms"]} for row in own]
         layers = alt.Y("layer:O", axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
-        time, parts = alt.X("ms:Q", title="ms", axis=alt.Axis(tickCount=4)), ("hidden", "exposed")
+        time, parts = alt.X("ms:Q", title="copy time, ms", axis=alt.Axis(tickCount=4)), ("hidden", "exposed")
         paint = colour("part", {part: LIGHT[part] for part in parts}, width)
         chart = data(bars).mark_bar().encode(time, layers, paint, order=alt.Order("part:N", sort="descending"))
         return chart.properties(width=inner, height=min(320, 20 * len(own) + 10))

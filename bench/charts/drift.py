@@ -1,5 +1,5 @@
-"""KL divergence of a centroid's attention from that at its last update, on average over clusters. Forwards without an
-update have no cell."""
+"""The shade is the KL divergence, in nats, of a centroid's attention from that at its last update, on average over
+clusters. Forwards without an update have no cell."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
-"""Up and to the left is better. A mark is a setting of a policy; filled ones are at most a point less often right than
-`none` on the same prompts."""
+"""A mark is a setting of a policy. Up and to the left is better: more right answers for less work. Filled marks are at
+most a point less often right than `none` on the same prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from charts.theme import alt, colour, data, policy_colours, side_by_side
 
 CALL = ("model", "split", "task", "size", "rule")
 COLUMNS = (*CALL, "policy", "setting", "accuracy", "correct", "examples", "near", "rows", "seconds", "device_bytes")
-NAMES = {"rows": "rows recomputed for an answer", "seconds": "seconds of an answer"}
+NAMES = {"rows": "rows recomputed for an answer", "seconds": "time of an answer, s"}
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
@@ -28,8 +28,9 @@ def table(rows: Sequence[Row]) -> list[Row]:
 def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
     """A panel for each task, size and commit rule; `figure` is "rows" or "seconds"."""
     colours = policy_colours(row["policy"] for row in rows)
-    x = alt.X("cost:Q", title=NAMES[figure], scale=alt.Scale(type="log", nice=False, padding=10)).axis(format="~s")
-    y = alt.Y("right:Q", title="right, %", scale=alt.Scale(domain=[0, 100]))
+    across = alt.Scale(type="log", nice=False, padding=10)
+    x = alt.X("cost:Q", title=NAMES[figure], scale=across).axis(format="~s" if figure == "rows" else "~g")
+    y = alt.Y("right:Q", title="right answers, %", scale=alt.Scale(domain=[0, 100]))
 
     def draw(own: Sequence[Row], inner: int) -> Any:
         values = [

@@ -1,4 +1,5 @@
-"""C: clusters of a layer; M: clusters that an update renews; T: commits that call for no update. Over all tasks."""
+"""A cell is a setting; the stronger its shade, the higher its figure, over all tasks. C: clusters of a layer; M:
+clusters that an update renews; T: commits that call for no update."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,8 +27,8 @@ def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
     cells = [row | {"C": str(row.get("clusters", "auto"))} for row in rows if "update_threshold" in row]
     bare: dict[str, Any] = {"domain": False, "ticks": False, "labelAngle": 0}
     clusters = sorted({row.get("clusters", "auto") for row in cells}, key=in_order)
-    x = alt.X("update_threshold:O", title="T", axis=alt.Axis(**bare))
-    y = alt.Y("C:O", sort=[str(each) for each in clusters], axis=alt.Axis(**bare))
+    x = alt.X("update_threshold:O", title="T, commits", axis=alt.Axis(**bare))
+    y = alt.Y("C:O", title="C, clusters", sort=[str(each) for each in clusters], axis=alt.Axis(**bare))
     begins = steps([row[figure] for row in good(cells)] or [0.0])
 
     def told(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Time of a forward by operation, each without those inside it."""
+"""A bar is the time of a forward by operation, each without those inside it. Shorter is better."""
 
 from collections.abc import Sequence
 from typing import Any

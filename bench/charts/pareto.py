@@ -1,6 +1,7 @@
-"""Up and to the left is better. Full marks are within 2 points of the best accuracy of their panel; the line joins
-those of them that nothing beats in size and speed, speed being that of the longest prompts. Panels are other calls.
-Behind ≥ bytes are counted, weights and cached tensors without what a pass takes: no line goes through them."""
+"""Up and to the left is better: more tokens a second in less memory. A filled mark is within 2 points of the best
+accuracy of its panel; an open one is not. The line joins the filled marks that no other beats in both size and speed.
+Speeds are those of the longest prompts, and each panel is another call. ≥: the bytes are counted, weights and cached
+tensors without what a pass takes, so no line goes through the mark."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ COLUMNS = (
     *(*CALL, "policy", "clusters", "top_m", "update_threshold", "codec", "tokens_per_second", "device_bytes"),
     *("accuracy", "correct", "examples", "frontier"),
 )
-WITHIN, HEIGHT, LINE = 0.02, 320, 13.5  # of the best accuracy; pixels of a panel, and of a line of names
+WITHIN, HEIGHT, LINE = 0.02, 360, 15.5  # of the best accuracy; pixels of a panel, and of a line of names
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
@@ -71,7 +72,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
         layers = leaders, line.encode(stroke=alt.value(LIGHT["ink"])), dots.encode(*paints), text
         return alt.layer(*layers).properties(width=inner, height=HEIGHT)
 
-    return side_by_side(panels(rows, CALL), width, draw, margin=200, least=330)
+    return side_by_side(panels(rows, CALL), width, draw, margin=248, least=330)
 
 
 def says(rows: Sequence[Row]) -> str:

@@ -1,5 +1,7 @@
-"""Lines part calls with other winners. A cell says how many times as much the next policy takes; ≈: no more than rounds
-differ, or than `none` measured twice does; then it shows the simplest of those that are alike."""
+"""A cell is a call. Its colour is the policy that takes the least, and its figure says how many times as much the next
+policy takes. ≈: they differ no more than rounds do, or than `none` measured twice does; the colour is then the simplest
+of those that are alike. Thick lines part calls with other winners. A budget is the share of the keys and values that
+the device has room for; steps are those of a block; the width is the model's."""
 
 from collections import Counter
 from collections.abc import Sequence

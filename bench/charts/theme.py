@@ -18,7 +18,7 @@ with needing("bench"):
     import altair as alt
     import vl_convert
 
-WIDE, NARROW = 900, 330  # pixels of a picture: on a desk, on a phone
+WIDE, NARROW = 930, 350  # pixels of a picture: on a desk, on a phone
 FONT = "Verdana, DejaVu Sans, sans-serif"  # these two are as wide as one another: nothing overlaps that was measured
 
 
@@ -31,10 +31,10 @@ def _colours(text: str) -> dict[str, tuple[str, str]]:
 BASE = _colours("""page fbfaf7 14171a; card ffffff 1b1f23; ink 1f2428 e6e4df; soft 59626a a9b1b8; line d3d0c8 3a4147;
     grid ecebe6 272c31; accent 0b6e63 5ccfbc; blank e3e1da 31373d; hidden a9cfe6 2f5f7d; exposed d55e01 ff8f4d;
     on-low 1f2429 f2f0eb; on-high fffffe 101315; on-bright 17191b 101316""")
-RAMP = _colours("""few eaf2f8 22303b; some c3dcec 2a4c63; middling 92c0dd 33698c; more 5a9fca 3a759d;
+RAMP = _colours("""few eaf2f8 22303b; some c3dcec 2a4c63; middling 92c0dd 33698c; more 5a9fca 376f97;
     many 2c7bb0 7db3d8; most 0c5588 b5d9f1""")
 POLICIES = _colours("""none 7a828a 9aa3ab; fast_dllm_prefix 6fb7e0 a7d8f5; fast_dllm_dual 0072b2 4fa6e3;
-    dkv_decode 8a63b8 b795e4; dkv_greedy 5d3a8c 8f6ac0; dkv_prefill b79bd8 d8c4f2; dkv_pd 714aa5 a47fd6;
+    dkv_decode 8a63b8 b795e4; dkv_greedy 5d3a8c 9873c8; dkv_prefill b79bd8 d8c4f2; dkv_pd 714aa5 a47fd6;
     dllm_cache cc79a7 e79cc5; elastic_cache e69f00 f5bb45; uniform a89400 e5d63f; uniform_prefix cfc04a f3eb9a;
     polestar 009e73 36c99c; polestar-drift 8fd6bf b5efdd; polestar-paper 5cc2a2 8be0c6;
     polestar-fresh 7aa800 b9e34d; polestar-window 00664a 1f9c77""")
@@ -45,7 +45,7 @@ ACCOUNTS = _colours("""weights b5b1a8 6b7178; key 0072b3 4fa6e4; value 7fb9dd 2d
 VARIABLES = BASE | RAMP | POLICIES | OTHERS | ACCOUNTS
 LIGHT = {name: light for name, (light, _) in VARIABLES.items()}
 _NAMES = {light: name for name, light in LIGHT.items()}
-_WORDS = {"labelColor": LIGHT["soft"], "titleColor": LIGHT["soft"], "labelFontSize": 11, "titleFontSize": 11}
+_WORDS = {"labelColor": LIGHT["soft"], "titleColor": LIGHT["soft"], "labelFontSize": 12, "titleFontSize": 12}
 _LINES = {"domainColor": LIGHT["line"], "tickColor": LIGHT["line"], "gridColor": LIGHT["grid"]}
 CONFIG = {
     **{"aria": False, "font": FONT, "background": LIGHT["card"], "padding": 4, "view": {"stroke": None}},
@@ -53,13 +53,13 @@ CONFIG = {
     "legend": _WORDS | {"symbolType": "square", "columnPadding": 14, "rowPadding": 3},
     "title": {
         "color": LIGHT["ink"],
-        "fontSize": 11.5,
+        "fontSize": 13,
         "fontWeight": 600,
         "anchor": "start",
         "frame": "group",
         "offset": 8,
     },
-    "text": {"fontSize": 10, "color": LIGHT["ink"]},
+    "text": {"fontSize": 12, "color": LIGHT["ink"]},
 }
 
 
@@ -93,7 +93,7 @@ def ink_on(colour: str) -> str:
 
 def colour(field: str, colours: Mapping[str, str], width: int) -> alt.Color:
     """A colour for each value of `field`, with a legend beneath in as many columns as `width` pixels hold; 0: none."""
-    columns = max(1, int(width / (7.2 * max(map(len, colours), default=1) + 30)))
+    columns = max(1, int(width / (7.9 * max(map(len, colours), default=1) + 30)))
     key = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=0, symbolStrokeWidth=0) if width else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=key)
 
@@ -115,9 +115,8 @@ def side_by_side(
     pixels; `margin`: what its axis takes beside that; `least`: pixels of a panel, margin included."""
     columns = max(1, min(len(parts), width // least))
     inner = width // columns - margin
-    charts = [
-        draw(rows, inner).properties(title=textwrap.wrap(title, (inner + margin) // 9)) for title, rows in parts.items()
-    ]
+    letters = int((inner + margin - 50) / 8.2)  # pixels of an axis, and of a letter
+    charts = [draw(rows, inner).properties(title=textwrap.wrap(title, letters)) for title, rows in parts.items()]
     return alt.concat(*charts, columns=columns, spacing=16).resolve_scale(color="shared", strokeDash="shared")
 
 

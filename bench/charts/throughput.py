@@ -1,4 +1,5 @@
-"""Median of the rounds, in equal ratios; strokes are the 20th to the 80th percentile."""
+"""Higher is better. A mark is the median of the rounds, its stroke the 20th to the 80th percentile. Both axes are
+logarithmic."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
-"""What each tier holds, by account of the ledger, from the weights up. Lines are passes that recompute more than a
-block."""
+"""A band's height is the bytes of an account of the ledger, from the weights up; a panel is a tier in a call. Vertical
+lines are passes that recompute more than a block."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
     passes = sorted({row["pass"] for row in rows} - {"", "step"})
     dashes = alt.Scale(domain=passes, range=list(DASHES[: len(passes)]))
     key = alt.Legend(
-        title=None, orient="bottom", symbolType="stroke", symbolStrokeColor=LIGHT["ink"], symbolStrokeWidth=1.5
+        title=None, orient="top", symbolType="stroke", symbolStrokeColor=LIGHT["ink"], symbolStrokeWidth=1.5
     )
     kinds = alt.StrokeDash("pass:N", scale=dashes, legend=key)
 
@@ -45,7 +45,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
             .mark_area(interpolate="step-after")
             .encode(
                 x,
-                alt.Y("held:Q", title=word, stack="zero", axis=alt.Axis(tickCount=5)),
+                alt.Y("held:Q", title=f"held, {word}", stack="zero", axis=alt.Axis(tickCount=5)),
                 colour("account", colours, width),
                 order="place:Q",
             )

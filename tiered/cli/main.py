@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`, as argparse does.
     """
     try:
-        with _interrupts_stay_interrupts():
+        with _interrupts_stay_interrupts(), _warnings_without_source():
             try:
                 args = build_parser().parse_args(argv)
                 return args.run(args)
@@ -55,6 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _warnings_without_source() -> Iterator[None]:
+    """Print the text of a warning alone, without the line of code that it came from."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"tiered: warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 @contextmanager

@@ -29,7 +29,7 @@ _BESIDE = (
     "  not measured), so a card of 24 GiB gets --memory 22.5GiB",
 )
 _NOTES: Mapping[Account, str] = {
-    Account.STAGING: "buffers that copies pass through",
+    Account.STAGING: "slots that copies land in",
     Account.SPARE: "sizes that are rounded up",
     Account.LIBRARIES: "workspaces of products and attention",
 }
@@ -240,24 +240,31 @@ def _contexts(plan: Plan) -> Iterator[str]:
 def _streamed(plan: Plan) -> Iterator[str]:
     streams, weights = () if plan.streams is None else plan.streams.streams, plan.weights
     rows = [(each.feature.value, each.records, f"{len(each.layers)} of {each.of_layers} layers") for each in streams]
-    experts = None
+    experts, told = None, ""
     if weights is not None and weights.layers:
-        experts = weights.experts
-        note = f"{len(weights.layers)} of {len(weights.recorded)} layers"
+        experts, source = weights.experts, f"come from {'the files' if weights.in_files else 'disk'}"
         if experts:
-            note = f"{weights.slots} of {weights.of_records} experts stay, {weights.slots / weights.of_records:.0%}"
-        below = f", {weights.below} come from {'the files' if weights.in_files else 'disk'}" if weights.below else ""
-        rows.insert(0, (Account.WEIGHTS.value, weights.moved(plan.reached), note + below))
+            note, told = f"{weights.slots} of {weights.of_records} experts stay", _picked(plan, weights)
+            told += f" {weights.below} experts {source}." if weights.below else ""
+        else:
+            note = f"{len(weights.layers)} of {len(weights.recorded)} layers"
+            note += f", {weights.below} {source}" if weights.below else ""
+        rows.insert(0, (Account.WEIGHTS.value, weights.moved(plan.reached), note))
     if not rows:
         return
     yield f"moved to the device in {_moving(plan)}: the {'experts' if experts else 'layers'} that it has no room for"
     for name, size, note in rows:
         yield _row(name, size, note)
-    if experts:
-        picking = plan.sizes.block_length * plan.sizes.sequences
-        yield f"  if routers picked at random, {picking} rows {plan.reached:.0f} of {experts} experts of a layer. Rows"
-        yield "  of one text agree more, and pick again what they picked before, so less moves"
+    yield from textwrap.wrap(told, COLUMNS, initial_indent="  ", subsequent_indent="  ")
     yield _row("total", sum(size for _, size, *_ in rows))
+
+
+def _picked(plan: Plan, weights: WeightBytes) -> str:
+    rows, missing = plan.sizes.block_length * plan.sizes.sequences, weights.count / weights.of_records
+    return (
+        f"If routers pick at random, {rows} rows pick {plan.reached:.0f} of {weights.experts} experts in a layer, "
+        f"{missing:.0%} of which do not stay. Rows of one text agree more and repeat their picks, so fewer move."
+    )
 
 
 def _moving(plan: Plan) -> str:

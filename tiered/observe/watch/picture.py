@@ -57,17 +57,18 @@ class Painter:
     def picture(self, frame: Frame, width: int, height: int | None = None) -> Text:
         """`frame` in at most `height` lines of at most `width` cells; None for no limit of lines. If the height is too
         small, answers get fewer lines, then fewer sequences are shown."""
-        below = [line for items in (*_tiers(frame), *_lines(frame)) for line in _flow(items, width)]
-        shown, rows = len(frame.tokens), None
-        if height is not None:
-            room = max(3, height // 2, height - 1 - len(below))
-            shown = min(shown, room // 3)
-            rows = room // shown - 2
-        step = f"forward {frame.forward + 1} {frame.kind}" if frame.kind else "before the first forward"
+        step = f"forward {frame.forward + 1} ({frame.kind})" if frame.kind else "before the first forward"
         block = f"block {frame.block + 1}/{frame.blocks}" + " (correcting)" * frame.correcting
         rate = f"{frame.settled.sum() / (frame.seconds or 1):.1f} tokens/s"
         items = [self._title, step, block, f"{frame.tokens_per_forward:.2f} tokens/forward", rate]
-        lines = [Text("  ".join([*items, f"{frame.seconds:.1f} s"]), "bold")]
+        head = _flow([Text(item) for item in (*items, f"{frame.seconds:.1f} s")], width)
+        lines = [Text(line.plain, "bold") for line in head]
+        below = [line for items in (*_tiers(frame), *_lines(frame)) for line in _flow(items, width)]
+        shown, rows = len(frame.tokens), None
+        if height is not None:
+            room = max(3, height // 2, height - len(lines) - len(below))
+            shown = min(shown, room // 3)
+            rows = room // shown - 2
         for sequence in range(shown):
             end = np.flatnonzero(frame.states[sequence] == TokenState.PROMPT)[-width:]
             prompt = self._text(frame, sequence, end).plain
