@@ -107,7 +107,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     """`selection`: right answers by arm, and `selection_kl`: KL from `none`, with a column for each share;
     `selection_renewed`: the rows that arms renewed."""
     seen = merged(rows, of=OF, timed=TIMED)
-    shares = dict.fromkeys(row["share"] for row in seen if row.get("share") is not None)
+    shares = dict.fromkeys(sorted({row["share"] for row in seen if row.get("share") is not None}))
     return {
         "selection": _by_share(seen, shares, right),
         "selection_kl": _by_share([row for row in seen if row["status"] != "ok" or "kl" in row], shares, _mean("kl")),
