@@ -6,6 +6,7 @@ experts that the next layer will probably pick. A wrong guess costs a copy and c
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 
 from tiered.core.events import Picked
 from tiered.core.ops import Op
@@ -16,7 +17,7 @@ from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
-GROUP = 4  # experts: few, so that copies overlap computation; several, so that they share one wait
+GROUP = 8  # missing experts: few, so that copies overlap computation; several, so that they share one wait
 
 
 class StreamedExperts:
@@ -28,12 +29,11 @@ class StreamedExperts:
         self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows last picked
         self._guessed: frozenset[int] = frozenset()
         self._homes: WeightHomes | None = None
-        self._group = GROUP
+        self._most = 1
 
-    def open(self, homes: WeightHomes, slots: int, *, all_at_once: bool) -> None:
-        """Let the model use experts in `slots`. `all_at_once`: one launch serves as many as fit, as on a GPU."""
-        self._homes, self._last = homes, {}
-        self._group = max(1, slots // 2 if all_at_once else min(GROUP, slots // 2))
+    def open(self, homes: WeightHomes, slots: int) -> None:
+        """Let the model use experts in `slots`. A group takes half of them at most: the next one comes meanwhile."""
+        self._homes, self._last, self._most = homes, {}, max(1, slots // 2)
         self._records.model.streamed = self
 
     def close(self) -> None:
@@ -57,13 +57,12 @@ class StreamedExperts:
         assert self._homes is not None, "experts are used in slots"
         residency, following = self._homes.residency, layer + 1
         wanted = [Wanted((layer, expert)) for expert in picked]
-        resident = sum(not residency.missing(each).any() for each in wanted)
+        missing = [bool(residency.missing(each).any()) for each in wanted]
         foreseen = len(self._guessed.intersection(picked))
-        self._homes.tiers.record(Picked(used=len(picked), resident=resident, foreseen=foreseen))
+        self._homes.tiers.record(Picked(used=len(picked), resident=missing.count(False), foreseen=foreseen))
         self._last[layer], self._guessed = frozenset(picked), frozenset(likely)
         guess = [Wanted((following, expert)) for expert in likely]
-        for start in range(0, len(wanted), self._group):
-            stop = start + self._group
+        for start, stop in pairwise([*self._starts(missing), len(wanted)]):
             with span(Op.WEIGHTS):
                 slots = residency.use(wanted[start:stop], [*wanted[stop:], *guess])
             gate_up: list[Matrix | None] = [None] * self._experts
@@ -71,3 +70,13 @@ class StreamedExperts:
             for expert, slot in zip(picked[start:stop], slots, strict=True):
                 gate_up[expert], down[expert] = self._records.views(slot)
             yield picked[start:stop], ExpertTable(gate_up, down)
+
+    def _starts(self, missing: Sequence[bool]) -> list[int]:
+        """The first expert of each group: one that every few missing experts begin, so that those that are in slots
+        already wait for no copy."""
+        starts, lacking = [0], 0
+        for place, lacks in enumerate(missing):
+            if place - starts[-1] == self._most or (lacks and lacking % GROUP == 0 and place > starts[-1]):
+                starts.append(place)
+            lacking += lacks
+        return starts

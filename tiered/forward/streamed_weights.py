@@ -303,7 +303,7 @@ class StreamedWeights:
         homes = self._open()
         homes.open_slots(self.now.slots)
         if self.experts is not None:
-            self.experts.open(homes, self.now.slots, all_at_once=self._device.type == "cuda")
+            self.experts.open(homes, self.now.slots)
 
     def _close_slots(self) -> None:
         self.records.forget_slots()
