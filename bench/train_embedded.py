@@ -7,7 +7,7 @@
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
     python bench/train_embedded.py --config embedded-blocks --start embedded --out runs/blocks    # that sees blocks
 
-What is trained and how is in `training` and docs/embedded-model.md. A run uses `--workers` cores, one for
+What is trained and how is in `training` and docs/embedded-training.md. A run uses `--workers` cores, one for
 each batch of a step. It validates on the validation split alone.
 """
 

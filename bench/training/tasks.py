@@ -60,7 +60,7 @@ class Task:
 def split_of(prompt: str) -> Split:
     """The split that owns a prompt; a function of its text alone."""
     number = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little")
-    # The two held-out halves were one split while the shipped model was trained (docs/embedded-model.md): whichever
+    # The two held-out halves were one split while the shipped model was trained (docs/embedded-training.md): whichever
     # half a prompt is in, the model has never been trained on it.
     held_out: dict[int, Split] = {0: "test", HELD_OUT_SHARE // 2: "validation"}
     return held_out.get(number % HELD_OUT_SHARE, "train")
