@@ -165,6 +165,8 @@ RIGS: dict[str, Callable[[], Rig]] = {
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     if request.param == "fake_cuda":
         request.getfixturevalue("fake_cuda")
+    gc.collect()  # runtimes that tests before this one dropped still have their threads
+    waited_until(lambda: not lane_threads())
     rig = RIGS[request.param]()
     yield rig
     for transport in rig.made:

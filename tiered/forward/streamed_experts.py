@@ -5,7 +5,9 @@ A layer's experts are used in groups, ascending. While one group is used, the ot
 experts that the next layer will probably pick. A wrong guess costs a copy and changes no answer.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from tiered.core.events import Picked
@@ -30,20 +32,17 @@ class StreamedExperts:
         self._guessed: frozenset[int] = frozenset()
         self._homes: WeightHomes | None = None
         self._most = 1
+        self.recurs = partial(_recurs, self._last)
 
     def open(self, homes: WeightHomes, slots: int) -> None:
         """Let the model use experts in `slots`. A group takes half of them at most: the next one comes meanwhile."""
-        self._homes, self._last, self._most = homes, {}, max(1, slots // 2)
-        self._records.model.streamed = self
+        self._homes, self._most = homes, max(1, slots // 2)
+        self._last.clear()
+        # No cycle: a runtime that is dropped gives its memory and threads back at once.
+        self._records.model.streamed = weakref.proxy(self)
 
     def close(self) -> None:
         self._homes = self._records.model.streamed = None
-
-    def recurs(self, key: Hashable) -> bool:
-        """Whether rows picked this expert when they last went through its layer, and so will probably pick it again."""
-        assert isinstance(key, tuple), "an expert's"
-        layer, expert = key
-        return expert in self._last.get(layer, ())
 
     def groups(
         self, layer: int, picked: Sequence[int], likely: Sequence[int]
@@ -80,3 +79,10 @@ class StreamedExperts:
                 starts.append(place)
             lacking += lacks
         return starts
+
+
+def _recurs(last: Mapping[int, frozenset[int]], key: Hashable) -> bool:
+    """Whether rows picked this expert when they last went through its layer, and so will probably pick it again."""
+    assert isinstance(key, tuple), "an expert's"
+    layer, expert = key
+    return expert in last.get(layer, ())
