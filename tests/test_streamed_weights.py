@@ -1,5 +1,6 @@
 """Weights that the device has no room for: the same answers to the bit, within the budget, whatever copies do."""
 
+import gc
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import re
 import signal
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -451,6 +453,26 @@ def test_experts_that_all_fit_come_back_and_those_that_rows_pick_again_stay(chec
     # A call that leaves room for all of them has no slots.
     small = runtime.generate(torch.arange(5)[None], max_new_tokens=16, block_length=16, steps=4)
     assert small.weights is None and runtime.model.blocks[0].experts_in.weight is not None
+
+
+@pytest.mark.parametrize("family", ["llada", "llada-moe"])
+def test_a_runtime_that_is_dropped_gives_everything_back_at_once(checkpoints: Callable[[str], Path], family: str):
+    # A cycle would hold its memory and its threads until the collector comes.
+    budget = budget_for(loaded(checkpoints(family)), FEWEST)
+
+    def called() -> weakref.ref[Any]:
+        runtime = loaded(checkpoints(family), budget=budget)
+        answer(runtime, steps=2)
+        assert streamed_layers(runtime).layers
+        return weakref.ref(runtime.model)
+
+    called()  # what a process makes once
+    gc.collect()
+    gc.disable()
+    try:
+        assert called()() is None
+    finally:
+        gc.enable()
 
 
 def test_weights_that_another_call_uses_stay_where_they_are(checkpoints: Callable[[str], Path]):

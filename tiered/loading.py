@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,10 @@ def load_weights(
     weights = StreamedWeights(
         records, ledger, pool, device=device, now=needed.weights, files=files, transport=transport
     )
-    try:
+    with ExitStack() as failing:
+        failing.callback(weights.close)
+        incoming = weights.incoming()
+        failing.callback(incoming.close)
         for official in checkpoint.order():
             safe_point()
             own, rows = names[official], pieces.get(official)
@@ -191,15 +195,13 @@ def load_weights(
             if code is not None:  # the raw tensor lies beside its coded copy
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
-                into = weights.room(own, rows)
+                into = incoming.room(own, rows)
                 weight = checkpoint.read(official, dtype=as_dtype, device=device, code=code, into=into)
                 # The checkpoint may have a coded head beside a raw embedding: the head is decoded then.
                 decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
-                weights.place(own, weight.values() if decoded else weight, rows)
+                incoming.place(own, weight.values() if decoded else weight, rows)
         weights.note()
-    except BaseException:
-        weights.close()
-        raise
+        failing.pop_all()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"weights that the shape does not list: {left}"
     synchronize(device)  # the first call may compute on another stream than this one

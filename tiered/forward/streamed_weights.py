@@ -4,21 +4,19 @@ Each call settles beforehand which layers are streamed; a layer that is resident
 """
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from jaxtyping import UInt8
-from torch import Tensor
 
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.forward.incoming_weights import IncomingWeights
 from tiered.forward.streamed_experts import StreamedExperts
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.forward.weight_homes import WeightHomes
-from tiered.forward.weight_records import RecordLayout, WeightRecords
-from tiered.kernels.coded_rows import CodedRows
+from tiered.forward.weight_records import WeightRecords
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
@@ -26,18 +24,6 @@ from tiered.offload.transport import Transport
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.parts import Wanted
 from tiered.tiers.stats import TierStats
-from tiered.tiers.tiers import Home
-
-
-@dataclass(eq=False, slots=True)
-class _Coming:
-    """A record that is being filled, or a layer on the device. `missing`: rows of each matrix that are not there yet.
-    `home`: None on the device."""
-
-    layout: RecordLayout
-    bytes: UInt8[Tensor, " record"]
-    missing: dict[str, int]
-    home: Home | None = None
 
 
 class StreamedWeights:
@@ -65,7 +51,7 @@ class StreamedWeights:
         files: Mapping[Hashable, FileRecord],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """Book the weights that `place` will add. `transport` makes the transport of copies; None for the device's.
+        """Book the weights that `incoming` will add. `transport` makes the transport of copies; None for the device's.
 
         Raises:
             TierCapacityError: a tier has no room for them.
@@ -76,16 +62,12 @@ class StreamedWeights:
         self.experts = StreamedExperts(records, now) if now.experts else None
         self._broken_off = False  # False only after `rest` or `settle` finished: Ctrl-C may come anywhere
         ledger.allocate({Account.WEIGHTS: now.resident})
-        # Before any read: later, tensors that wait to be coded would leave gaps that no record fits.
-        resident = [layer for layer in records.layers if layer not in now.layers]
-        self._coming: dict[Hashable, _Coming] = {
-            layer: _Coming(records.layer, records.on_device(device).bytes, dict(records.layer.rows))
-            for layer in resident
-        }
-        # The first records in this order go below the host.
-        self._order = {key: place for place, key in enumerate(key for layer in now.layers for key in now.keys(layer))}
         if now.layers:
             self._open_slots()
+
+    def incoming(self) -> IncomingWeights:
+        """The same weights while a checkpoint is read. Raises as `IncomingWeights`."""
+        return IncomingWeights(self.records, self.now, self.files, self._open, self._device)
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
@@ -94,48 +76,6 @@ class StreamedWeights:
         scratch = 0 if homes is None else homes.tiers.scratch_bytes
         here = sum(each.nbytes for each in self.now.buffers if ring or each.account is not Account.STAGING)
         return {Tier.DEVICE: here, Tier.HOST: sum(host.values()), Tier.DISK: scratch}
-
-    def room(self, own: str, rows: slice | None = None) -> UInt8[Tensor, " nbytes"] | None:
-        """The memory for the bytes of the weight named `own`, or of some of its rows. It is in the record of its layer,
-        on the device or on the host; None for a weight without a record."""
-        found = self.records.find(own)
-        if found is None:
-            return None
-        key, name, rows = self._record_of(*found, rows)
-        layout = self.records.record
-        if key in self.files and self._is_below(key):  # the bytes are only read for inspection
-            span = layout.span(name, rows)
-            return torch.empty(span.stop - span.start, dtype=torch.uint8)
-        if key not in self._coming:
-            home = self._open().host_home()
-            assert home.memory is not None, "it is in host memory"
-            self._coming[key] = _Coming(layout, home.memory, dict(layout.rows), home)
-        coming = self._coming[key]
-        return coming.bytes[coming.layout.span(name, rows)]
-
-    def place(self, own: str, weight: Tensor | CodedRows, rows: slice | None = None) -> None:
-        """Add the weight named `own`, or some of its rows, which are in their `room` if they have one."""
-        found = self.records.find(own)
-        if found is None:
-            self.records.place(own, weight)
-            return
-        if found[0] in self.now.layers:
-            self.records.place(own, None)
-        key, name, rows = self._record_of(*found, rows)
-        if key in self.files and self._is_below(key):
-            if key not in self._open().residency:  # at its first matrix: the files hold the whole record
-                self._open().read(key)
-            return
-        coming = self._coming[key]
-        coming.missing[name] -= coming.layout.rows[name] if rows is None else rows.stop - rows.start
-        if coming.home is None and not coming.missing[name]:
-            self.records.place(own, self.records.matrix(coming.bytes, name, coming.layout))
-        if not any(coming.missing.values()):
-            del self._coming[key]
-            if coming.home is not None:
-                self._open().place(key, coming.home)
-            if self._is_below(key):
-                self._open().sink(key)
 
     def settle(self, then: WeightBytes) -> None:
         """Stream the layers of `then`, with its number of records below the host. `now` is right even after a failure.
@@ -241,21 +181,10 @@ class StreamedWeights:
 
     def close(self) -> None:
         """Free the ring and all memory below the device. May be called again."""
-        for coming in self._coming.values():
-            if coming.home is not None:
-                coming.home.free()
-        self._coming.clear()
         self._close_slots()
         if self._homes is not None:
             self._homes.close()
         self._homes = None
-
-    def _record_of(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, str, slice | None]:
-        """Key of the record (or the layer on the device) that holds `rows` of a matrix, and their place in it."""
-        if layer not in self.now.layers:
-            return layer, name, rows
-        key, rows = self.records.find_record(layer, name, rows)
-        return key, name, rows
 
     def _leave(self, layer: int, room: int) -> None:
         """Move a layer down from the device, with at most `room` records on the host."""
@@ -286,10 +215,6 @@ class StreamedWeights:
         self.records.assign(layer, chunk.bytes)
         for key in self.now.keys(layer):
             residency.remove(key)
-
-    def _is_below(self, key: Hashable) -> bool:
-        """Whether a record that is about to be placed goes below the host."""
-        return self._order.get(key, self.now.below) < self.now.below
 
     def _open(self) -> WeightHomes:
         """The tiers of the records, opened with the first record."""

@@ -90,12 +90,9 @@ class WeightBytes:
         layers, slots = self.recorded, self.of_records - count
         if self.experts is None:
             layers, slots = tuple(sorted(layers[place] for place in apart(len(layers))[:count])), RING_SLOTS
-        return replace(self, layers=layers, slots=slots, below=below) if count else self.resting
-
-    @property
-    def resting(self) -> "WeightBytes":
-        """The same with nothing streamed."""
-        return replace(self, layers=(), slots=0, below=0)
+        if not count:
+            layers, slots = (), 0
+        return replace(self, layers=layers, slots=slots, below=below)
 
     @property
     def of_records(self) -> int:

@@ -29,7 +29,7 @@ Group = tuple[Sequence[int], ExpertTable]
 
 
 @runtime_checkable
-class StreamedExperts(Protocol):
+class ExpertSource(Protocol):
     """Experts that are not all on the device."""
 
     def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
@@ -51,7 +51,7 @@ class MixtureModel(DiffusionModel):
     """
 
     config: MixtureConfig
-    streamed: StreamedExperts | None = None
+    streamed: ExpertSource | None = None
 
     def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
         block, experts = self.blocks[layer], self._experts

@@ -61,7 +61,8 @@ FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
 def drop_of(code: WeightCode) -> str:
-    return f"exact match of the embedded model fell by {DROPS[code]:.2g} points"
+    lost = f"{DROPS[code]:.2g} point{'' if DROPS[code] == 1 else 's'}" if DROPS[code] else "no points"
+    return f"exact match of the embedded model lost {lost}"
 
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
