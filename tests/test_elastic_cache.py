@@ -13,13 +13,13 @@ from torch import Tensor
 import tiered
 from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Feature
+from tiered.forward.attention_received import SummedChunk, attention_received
 from tiered.forward.attention_weights import attention_weights
 from tiered.models.llada import LLaDA
 from tiered.offload.lane import Lane
 from tiered.policies.base import Step
-from tiered.policies.elastic_cache.program import ElasticStep, Storing, attention_received, similarity
+from tiered.policies.elastic_cache.program import ElasticStep, Storing, similarity
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, step_rows
-from tiered.policies.elastic_cache.window_bytes import WindowChunk
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -438,13 +438,13 @@ def test_tracked_tokens_follow_their_sequences(runtime: Runtime):
     assert torch.equal(tracked.queries(1), queries[1:]) and tracked.columns(1).tolist() == columns[1:].tolist()
 
 
-CHUNKS = [WindowChunk(3, 2, 9), WindowChunk(2, 2, 9), WindowChunk(1, 1, 9), WindowChunk(1, 1, 4), WindowChunk(1, 1, 1)]
+CHUNKS = [SummedChunk(3, 2, 9), SummedChunk(2, 2, 9), SummedChunk(1, 1, 9), SummedChunk(1, 1, 4), SummedChunk(1, 1, 1)]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (0.8, 2)])
-def test_attention_received_in_any_chunks(chunk: WindowChunk, padded: bool, soft_cap: float | None, sinks: int | None):
+def test_attention_received_in_any_chunks(chunk: SummedChunk, padded: bool, soft_cap: float | None, sinks: int | None):
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(3, heads, rows, 8, generator=generator) for heads, rows in ((6, 9), (2, 40)))
     counts = torch.rand(3, 9, generator=generator) < 0.6

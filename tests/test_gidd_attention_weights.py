@@ -12,9 +12,10 @@ from torch import Tensor
 import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
+from tiered.forward.attention_received import attention_received
 from tiered.forward.forward import Forward
 from tiered.policies.elastic_cache import program
-from tiered.policies.elastic_cache.program import attention_received, weights_of
+from tiered.policies.elastic_cache.program import weights_of
 from tiered.runtime import Runtime
 
 CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"

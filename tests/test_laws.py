@@ -39,6 +39,7 @@ REFRESHED: dict[str, dict[str, Any]] = {
     "dkv_prefill": {"prompt_interval": 1},
     "dkv_pd": {"prompt_interval": 1, "refresh_interval": 1},
     "uniform": {"refresh_interval": 1},
+    "attended": {"attended_rows": 1000},
     "polestar": {"codec": "raw", "top_m": 1000, "update_threshold": 0},
     "block_causal": {},
 }

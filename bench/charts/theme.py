@@ -33,8 +33,9 @@ BASE = _colours("""page fbfaf7 14171a; card ffffff 1b1f23; ink 1f2428 e6e4df; so
     on-low 1f2429 f2f0eb; on-high fffffe 101315; on-bright 17191b 101316""")
 RAMP = _colours("""few eaf2f8 22303b; some c3dcec 2a4c63; middling 92c0dd 33698c; more 5a9fca 376f97;
     many 2c7bb0 7db3d8; most 0c5588 b5d9f1""")
-POLICIES = _colours("""none 7a828a 9aa3ab; fast_dllm_prefix 6fb7e0 a7d8f5; fast_dllm_dual 0072b2 4fa6e3;
-    dkv_decode 8a63b8 b795e4; dkv_greedy 5d3a8c 9873c8; dkv_prefill b79bd8 d8c4f2; dkv_pd 714aa5 a47fd6;
+POLICIES = _colours("""none 7a828a 9aa3ab; attended c03d50 f0838f; fast_dllm_prefix 6fb7e0 a7d8f5;
+    fast_dllm_dual 0072b2 4fa6e3; dkv_decode 8a63b8 b795e4; dkv_greedy 5d3a8c 9873c8;
+    dkv_prefill b79bd8 d8c4f2; dkv_pd 714aa5 a47fd6;
     dllm_cache cc79a7 e79cc5; elastic_cache e69f00 f5bb45; uniform a89400 e5d63f; uniform_prefix cfc04a f3eb9a;
     polestar 009e73 36c99c; polestar-drift 8fd6bf b5efdd; polestar-paper 5cc2a2 8be0c6;
     polestar-fresh 7aa800 b9e34d; polestar-window 00664a 1f9c77""")

@@ -46,7 +46,7 @@ CODED = ["none", "fast_dllm_dual", "polestar"]
 AXES: Axes = {
     "model": ["embedded"],
     "part": [*ANSWER],
-    "policy": [*CODED, "dkv_pd", "dllm_cache", "elastic_cache", *REFRESH_EVERY_4],
+    "policy": [*CODED, "attended", "dkv_pd", "dllm_cache", "elastic_cache", *REFRESH_EVERY_4],
     "kv": [*KV],
     "coded": CODED,
     "weights": [*CODES],

@@ -29,7 +29,17 @@ AGAIN = "none-again"
 FOURTH = "fast_dllm_dual-4th"  # block begins with a refresh
 SETS = {AGAIN: ("none", {}), FOURTH: ("fast_dllm_dual", {"refresh_blocks": 4}), **REFRESH_EVERY_4}
 # From the simplest on: what follows has to be better than all in front of it.
-POLICIES = ["none", AGAIN, "fast_dllm_prefix", "fast_dllm_dual", FOURTH, "dkv_decode", "dkv_pd", "dllm_cache"]
+POLICIES = [
+    "none",
+    AGAIN,
+    "fast_dllm_prefix",
+    "fast_dllm_dual",
+    FOURTH,
+    "attended",
+    "dkv_decode",
+    "dkv_pd",
+    "dllm_cache",
+]
 POLICIES += ["elastic_cache", "polestar", "polestar-drift"]
 SIDES: Axes = {"steps": [4, 32], "width": [256, 512], "budget": [None, 1, 0.5], "link": [None, 100, 10]}
 AXES: Axes = {"policy": POLICIES, "context": [512, 2048, 8192], "blocks": [1, 4, 16], "layers": [4], **SIDES}

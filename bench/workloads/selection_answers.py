@@ -27,6 +27,7 @@ NONE, FROZEN, ALL = "none", "frozen", "all"
 REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
 # Polestar's rules: in front of C, "auto", or "rows" for a cluster of each row.
 RULES: Mapping[str, str] = {"polestar-": "polestar", "fresh-": "polestar-fresh"}
+ATTENDED = "attended"  # the policy: it updates in every step, and begins as many blocks with a refresh as the others
 
 
 def check_arm(name: str) -> None:
@@ -35,7 +36,7 @@ def check_arm(name: str) -> None:
         clusters = name.removeprefix(rule)
         if name.startswith(rule) and (clusters in ("auto", "rows") or (clusters.isdecimal() and int(clusters))):
             return
-    if name not in (known := (*REFERENCES, *SELECTORS)):
+    if name not in (known := (*REFERENCES, *SELECTORS, ATTENDED)):
         raise unknown_name(
             "selector", name, [*known, *(f"{rule}{count}" for rule in RULES for count in ("auto", "rows"))]
         )
@@ -46,11 +47,14 @@ def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequen
     of them. Of Polestar M is the number of clusters that have as many rows on average, and at least 1."""
     if arm == NONE:
         return make_policy(NONE)
+    rows = sum(areas)
+    if arm == ATTENDED:
+        return make_policy(ATTENDED, attended_rows=renewed_rows(share, rows), refresh_blocks=1)
     rule = next((rule for rule in RULES if arm.startswith(rule)), None)
     if rule is None:
         selector = "random" if arm in REFERENCES else arm
         return Selecting(selector=selector, share=share, interval=interval, seed=seed)
-    rows, clusters = sum(areas), arm.removeprefix(rule)
+    clusters = arm.removeprefix(rule)
     count = rows if clusters == "rows" else auto_clusters(*areas) if clusters == "auto" else min(int(clusters), rows)
     given = clusters if clusters in ("auto", "rows") else count
     # Its T is what is no update yet, and its members are as they are, so that no code blurs what is compared.
@@ -96,7 +100,10 @@ def add_example(
     for share, figures in found.items():
         part = REFERENCES[arm] if share is None else share / 100
         own = runtime.with_policy(policy_of(arm, part, settings["interval"], seed=seed, areas=areas))
-        figures.add(example, own.generate(chat, **call), prompt, call["block_length"], runtime.model.shape.layers)
+        out, layers = own.generate(chat, **call), runtime.model.shape.layers
+        # Rows count where they enter a layer, and all other arms choose theirs inside the first one.
+        counted = 1.0 if arm == ATTENDED else 1 - 1 / layers
+        figures.add(example, out, prompt, call["block_length"], counted)
         if none:
             figures.kl.append(forced_kl(forced(own, chat, call, none)))
 
@@ -112,15 +119,15 @@ class Figures:
     renewed: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
 
-    def add(self, example: tasks.Example, out: GenerationOutput, prompt: int, block: int, layers: int) -> None:
-        """Count the answer to a prompt of so many tokens, in blocks of so many, by a model of so many layers."""
+    def add(self, example: tasks.Example, out: GenerationOutput, prompt: int, block: int, counted: float) -> None:
+        """Count the answer to a prompt of so many tokens, in blocks of so many; `counted` as in `renewed_share`."""
         assert out.text is not None, "embedded models have a tokenizer"
         self.right.append(tasks.score(example, out.text[0]))
         self.tokens.append(prompt)
         self.forwards.append(out.num_forwards)
         self.updates.append(out.steps_by_kind.get("update", 0))
         if self.updates[-1]:
-            self.renewed.append(renewed_share(out, block, layers))
+            self.renewed.append(renewed_share(out, block, counted))
 
     def row(self) -> Row:
         """Columns of a row."""
@@ -134,13 +141,13 @@ class Figures:
         } | {name: fmean(values) for name, values in figures.items() if values}
 
 
-def renewed_share(out: GenerationOutput, block: int, layers: int) -> float:
+def renewed_share(out: GenerationOutput, block: int, counted: float) -> float:
     """The share of the rows outside a block that an update renews, on average over updates and over layers behind the
-    first, whose keys and values are those of tokens and never stale."""
+    first, whose keys and values are those of tokens and never stale. `counted`: the share of these rows that the output
+    counts."""
     rows, forwards, length = sum(out.rows_per_step), out.num_forwards, out.sequences.shape[1]
     refreshes, updates = out.steps_by_kind.get("refresh", 0), out.steps_by_kind["update"]
-    # Rows count where they enter a layer, and an update chooses its rows inside the first one.
-    beside = (rows - refreshes * length - (forwards - refreshes) * block) * layers / (layers - 1)
+    beside = (rows - refreshes * length - (forwards - refreshes) * block) / counted
     return beside / (updates * (length - block))
 
 

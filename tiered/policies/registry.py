@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from tiered.core.aliases import POLICY_ALIASES
 from tiered.core.checks import nearest, plain_number, unknown_name
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, Sight
+from tiered.policies.attended import Attended
 from tiered.policies.base import Policy, PolicyState
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.dllm_cache.policy import DLLMCache
@@ -32,7 +33,7 @@ class Auto(Policy):
 POLICIES: dict[str, Callable[..., Policy]] = {
     Auto.name: Auto,
     **{name: partial(row_schedule, name) for name in SCHEDULES},
-    **{policy.name: policy for policy in (DLLMCache, ElasticCache, Polestar, BlockCausal)},
+    **{policy.name: policy for policy in (Attended, DLLMCache, ElasticCache, Polestar, BlockCausal)},
 }
 # A policy and some of its options. Options of the user override them.
 PRESETS: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {

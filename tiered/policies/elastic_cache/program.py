@@ -16,12 +16,13 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.attention_weights import attention_weights, chunks
+from tiered.forward.attention_received import attention_received
+from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
-from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
+from tiered.policies.elastic_cache.window_bytes import window_chunk
 
 
 class ElasticStep:
@@ -218,34 +219,6 @@ def weights_of(
         stop=forward.limits.stop(columns),
         exact=False,
     )[0]
-
-
-def attention_received(
-    queries: Float[Tensor, "batch heads window head_dim"],
-    counts: Bool[Tensor, "batch window"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"],
-    key_mask: Bool[Tensor, "batch length"] | None,
-    chunk: WindowChunk,
-    *,
-    soft_cap: float | None = None,
-    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
-) -> Float32[Tensor, "batch length"]:
-    """Attention weight of each column, summed over all heads and over the rows in `counts`, by parts of `chunk`."""
-    (batch, heads, window, _), kv_heads = queries.shape, keys.shape[1]
-    at_once = {"sequences": chunk.sequences, "heads_at_once": chunk.key_heads * (heads // kv_heads)}
-    received = queries.new_zeros(batch, keys.shape[2], dtype=torch.float32)
-    for some, of_heads, of_keys, rows in chunks(batch, heads, kv_heads, window, rows_at_once=chunk.rows, **at_once):
-        weights, _ = attention_weights(
-            queries[some, of_heads, rows],
-            keys[some, of_keys],
-            None if key_mask is None else key_mask[some],
-            soft_cap=soft_cap,
-            sink_keys=None if sink_keys is None else sink_keys[of_heads],
-            exact=False,
-        )
-        received[some] += weights.mul_(counts[some, None, rows, None]).sum(dim=(1, 2))
-        del weights  # freed before the next chunk's are made
-    return received
 
 
 def similarity(

@@ -1,14 +1,12 @@
 """Books: the bytes of Elastic-Cache beside its features and a plain step.
 
-The window's attention is summed in parts that fit the room of a full refresh. The sums add temporaries only if a single
-row of one key head exceeds it.
+The window's attention is summed by parts (`attention_received`).
 """
-
-from dataclasses import dataclass
 
 from tiered.core.buffers import Buffer
 from tiered.core.features import Account
-from tiered.forward.forward_bytes import part_bytes, part_rows
+from tiered.forward.attention_received import SummedChunk, summed_chunk, weights_bytes
+from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
@@ -19,25 +17,10 @@ _BY_COLUMN = 4 * _INDEX + 4
 _COMPARED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class WindowChunk:
-    """A part of the sums: numbers of sequences, of key heads, and of rows of the query heads that share a key head."""
-
-    sequences: int
-    key_heads: int
-    rows: int
-
-
-def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> WindowChunk:
-    """The largest part that fits beside a step over canvases of these `sizes`, at any block length."""
-    shape = sizes.shape
-    free = part_bytes(sizes) - _observed(sizes, window=window, tracked=tracked)
-    row = shape.heads // shape.kv_heads * _weights(sizes)  # of one key head
-    most = max(1, free // row)
-    rows = min(window, most)
-    key_heads = min(shape.kv_heads, most // rows)
-    sequences = min(sizes.sequences, most // (rows * key_heads)) if key_heads == shape.kv_heads else 1
-    return WindowChunk(sequences, key_heads, rows)
+def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> SummedChunk:
+    """The part of the window's attention that is summed at a time, beside a step over canvases of these `sizes`, at any
+    block length."""
+    return summed_chunk(sizes, rows=window, held=_observed(sizes, window=window, tracked=tracked))
 
 
 def elastic_buffers(sizes: CallShape, *, window: int, tracked: int) -> list[Buffer]:
@@ -48,8 +31,7 @@ def elastic_buffers(sizes: CallShape, *, window: int, tracked: int) -> list[Buff
     candidates = min(window, sizes.block_length)
     of_step = min(context, 2 * candidates + window + (shape.layers - 1) * tracked)
     chunk = window_chunk(sizes, window=window, tracked=tracked)
-    rows = shape.heads // shape.kv_heads * chunk.sequences * chunk.key_heads * chunk.rows
-    observed = _observed(sizes, window=window, tracked=tracked) + rows * _weights(sizes)
+    observed = _observed(sizes, window=window, tracked=tracked) + chunk.nbytes(sizes)
     queries = (*kept, shape.heads, shape.head_dim)
     buffers = [
         Buffer("queries of tracked tokens", activations, queries, sizes.dtype),
@@ -68,15 +50,8 @@ def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:
     tracked tokens, and the tracked tokens' weights."""
     shape, sequences, context = sizes.shape, sizes.sequences, sizes.context
     rows = (min(context, part_rows(sequences)) + window + 2 * tracked) * sequences
-    weights = _COMPARED * sequences * tracked * shape.heads * _weights(sizes)
+    weights = _COMPARED * sequences * tracked * shape.heads * weights_bytes(sizes)
     if shape.sight == "noise":  # the columns that each tracked token sees
         weights += sequences * tracked * context + context * _INDEX
     passing = rows * (shape.width + shape.heads * shape.head_dim) * sizes.element
     return passing + weights + 2 * sequences * context * _FLOAT32
-
-
-def _weights(sizes: CallShape) -> int:
-    """Bytes of one row's attention weights in one head, in float32 and in the model's dtype; with sinks, also of its
-    query."""
-    query = sizes.shape.head_dim * _FLOAT32 if sizes.shape.sink_tokens else 0
-    return query + sizes.context * (_FLOAT32 + (0 if sizes.dtype == "float32" else sizes.element))
