@@ -12,7 +12,7 @@ The last line of stdout has, over the cells with near settings of `polestar` and
     polestar_over_next_rows, polestar_over_next_time    least rows (seconds) of a near setting over those of the others
     polestar_below_none_points                          points of right answers from `none` to the one with least rows
 
-and "cells", "cells_with_polestar_near": how many there were.
+and "cells", "cells_with_polestar_near": how many there were; and the same of `attended`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +40,8 @@ NEAR = 0.01  # right answers fewer than those of `none`, as a share
 # Tokens of an answer and of its blocks. Fresh answers, of up to 52 tokens, have four blocks too: in blocks of 32 the
 # model commits signs and ends that it will only know when it is nearer.
 LONG, FRESH = {"answer": 128, "block": 32}, {"answer": 64, "block": 16}
-OURS, NONE = "polestar", "none"
+POLESTAR, NONE = "polestar", "none"
+OURS = (POLESTAR, "attended")
 
 
 def _turned(knob: str, values: Sequence[Any], **fixed: Any) -> list[dict[str, Any]]:
@@ -60,7 +61,7 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     "dllm_cache": _turned("prompt_interval", (50, 16, 8, 4, 3, 2)),
     "elastic_cache": _turned("similarity_threshold", (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
     "attended": [{}, *_turned("attended_rows", (8, 16, 64)), {"attended_layers": 1}, {"refresh_blocks": 1}],
-    OURS: [
+    POLESTAR: [
         {"update_threshold": 4},
         {"update_threshold": 0},
         *(FRESH_RULE | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"refresh": "drift"})),
@@ -75,7 +76,7 @@ AXES: Axes = {
     "examples": [*(f"{name}@{tokens}:400" for name in FRESH_TASKS for tokens in (1024, 2048)), "long_chain:400"],
     "split": ["validation"],
 }
-QUICK: Axes = {"policy": [NONE, "fast_dllm_dual", OURS], "rule": ["threshold 0.9"], "examples": ["sort:2"]}
+QUICK: Axes = {"policy": [NONE, "fast_dllm_dual", POLESTAR], "rule": ["threshold 0.9"], "examples": ["sort:2"]}
 
 
 def local(axes: Axes) -> dict[str, Any]:
@@ -100,19 +101,25 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """The rows of each cell that has one of `none`, each with "rows" (that an answer recomputed), "below" (the share of
-    right answers from `none` to it, and the bounds of it) and "near"."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    right answers from `none` to it, and the bounds of it) and "near". A setting that was asked more prompts than once
+    has its longest row, and two settings are compared on the prompts of both, which are the first ones."""
+    found: dict[tuple[Any, ...], dict[tuple[Any, ...], Row]] = {}
     for row in merged(rows, of=OF, timed=TIMED):
         if row["status"] == "ok":
-            found.setdefault((row["model"], row["split"], task(row), row["rule"]), []).append(row)
+            own = found.setdefault((row["model"], row["split"], task(row), row["rule"]), {})
+            setting = row["policy"], *row["options"].items()
+            if setting not in own or own[setting]["examples"] < row["examples"]:
+                own[setting] = row
     for own in found.values():
-        if (none := next((row for row in own if row["policy"] == NONE), None)) is None:
+        if (none := own.get((NONE,))) is None:
             continue
-        for row in own:
+        for row in own.values():
+            pairs = zip(none["right"], row["right"], strict=False)
+            exact, right = ([each == "1" for each in answers] for answers in zip(*pairs, strict=True))
             row["rows"] = row["rows_per_forward"] * row["nfe"]
-            row["below"] = drop(*([right == "1" for right in of["right"]] for of in (none, row)))
-            row["near"] = none["correct"] - row["correct"] <= NEAR * row["examples"]
-    return {cell: own for cell, own in found.items() if "near" in own[0]}
+            row["below"] = drop(exact, right)
+            row["near"] = sum(exact) - sum(right) <= NEAR * len(right)
+    return {cell: [*own.values()] for cell, own in found.items() if (NONE,) in own}
 
 
 def best(rows: Sequence[Row], figure: str = "rows") -> Row:
@@ -146,22 +153,26 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     """What the last line says."""
-    found, ratios, below = cells(rows), {"rows": list[float](), "seconds": list[float]()}, list[float]()
-    with_ours = 0
+    found = cells(rows)
+    return {"cells": len(found)} | {name: value for ours in OURS for name, value in _over_next(found, ours).items()}
+
+
+def _over_next(found: Mapping[Any, Sequence[Row]], policy: str) -> dict[str, Any]:
+    """How far `policy` is ahead of all others but `none`, where both are near."""
+    ratios, below, with_ours = {"rows": list[float](), "seconds": list[float]()}, list[float](), 0
     for own in found.values():
         near = [row for row in own if row["near"] and row["policy"] != NONE]
-        ours, others = ([row for row in near if (row["policy"] == OURS) is mine] for mine in (True, False))
+        ours, others = ([row for row in near if (row["policy"] == policy) is mine] for mine in (True, False))
         with_ours += bool(ours)
         if ours and others:
             for figure, values in ratios.items():
                 values.append(best(ours, figure)[figure] / best(others, figure)[figure])
             below.append(100 * best(ours)["below"][0])
     return {
-        "polestar_over_next_rows": _median(ratios["rows"]),
-        "polestar_over_next_time": _median(ratios["seconds"]),
-        "polestar_below_none_points": _median(below),
-        "cells": len(found),
-        "cells_with_polestar_near": with_ours,
+        f"{policy}_over_next_rows": _median(ratios["rows"]),
+        f"{policy}_over_next_time": _median(ratios["seconds"]),
+        f"{policy}_below_none_points": _median(below),
+        f"cells_with_{policy}_near": with_ours,
     }
 
 
