@@ -1,39 +1,22 @@
-"""The policy of a call with an "auto" option: a table decides before the call, always alike."""
+"""The policy of a call with an "auto" option: decided before the call, always alike."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.forward.sizes import CallShape
 from tiered.planning.workload import Workload, answer_of, prompt_of
+from tiered.policies.attended import Attended
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import Auto
 from tiered.policies.row_schedule import LEAST_STALE_PROMPT, REFRESH_EVERY_4, row_schedule
 
-
-class Row(NamedTuple):
-    """A row of `TABLE`.
-
-    Attributes:
-        least_prompt: fewest tokens of the shortest prompt at which the policy was measured to answer as `none`.
-        least_blocks: fewest blocks of the answer at which the policy is the fastest.
-        policy: policy of such a call.
-    """
-
-    least_prompt: int
-    least_blocks: int
-    policy: Policy
-
-
-# `auto` is the first row whose numbers a call reaches; if it reaches none, `none`. Seconds: the map of
-# docs/measurements/ (regimes), which tests/test_choice.py compares with the rows. Answers: docs/measurements/ (drops:
-# several blocks behind 1000 and 2000 tokens; compare) and docs/embedded-model.md (accuracy).
-TABLE: tuple[Row, ...] = (
-    Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=REFRESH_EVERY_4)),
-    Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),
-)
+# What `auto` is on a canvas, from LEAST_STALE_PROMPT tokens of the shortest prompt on: the least work of all policies
+# that were measured to answer as `none` to every task, also where an answer needs a fresh look at the prompt. Answers:
+# docs/measurements/ (drops, compare, frontier). Seconds: the map there (regimes), which tests/test_choice.py reads.
+AUTO = Attended()
 # By "auto" option: its value in calls of one block or a short prompt, and its value in all others.
 REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, REFRESH_EVERY_4)}
 
@@ -71,12 +54,12 @@ def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: in
         return Choice(replace(policy, **opened), behind) if opened else Choice(policy)
     if sizes.shape.block_causal:
         return Choice(BlockCausal(), "keys and values of finished blocks are exact")
-    row = next((row for row in TABLE if prompt >= row.least_prompt and blocks >= row.least_blocks), None)
     none = row_schedule("none")
-    if row is None:
-        short = f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
-        return Choice(none, short)
-    if not Workload(row.policy, sizes).over(budget):
-        return Choice(row.policy, f"the fastest measured for {behind}")
+    if prompt < LEAST_STALE_PROMPT:
+        return Choice(
+            none, f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
+        )
+    if not Workload(AUTO, sizes).over(budget):
+        return Choice(AUTO, f"measured to answer as `none`, for {behind}")
     none_fits = not Workload(none, sizes).over(budget)
     return Choice(none, "nothing else fits the budget" if none_fits else "nothing fits the budget")

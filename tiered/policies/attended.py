@@ -36,25 +36,20 @@ class Attended(Policy):
 
     Attributes:
         attended_rows: rows outside the block that a step recomputes. With all of them answers equal those of `none`.
-        attended_layers: layers whose attention counts, from the last one down; None for the upper half.
+        attended_layers: layers whose attention counts, from the last one down.
         refresh_blocks: blocks from one that begins with a refresh to the next; "auto" to decide before a call.
     """
 
     name: ClassVar[str] = "attended"
     attended_rows: int = 32
-    attended_layers: int | None = None
+    attended_layers: int = 2
     refresh_blocks: int | Literal["auto"] = REFRESH_EVERY_4
 
     def __post_init__(self) -> None:
         check_integer("attended_rows", self.attended_rows, least=1)
-        if self.attended_layers is not None:
-            check_integer("attended_layers", self.attended_layers, least=1)
+        check_integer("attended_layers", self.attended_layers, least=1)
         if self.refresh_blocks != "auto":
             check_integer("refresh_blocks", self.refresh_blocks, least=1)
-
-    def first_layer(self, layers: int) -> int:
-        """The lowest of `layers` whose attention counts."""
-        return max(0, layers - (self.attended_layers or -(-layers // 2)))
 
     def needs(self, sizes: CallShape) -> Needs:
         return Needs(buffers=partial(_buffers, sizes), reads_keys=True)
@@ -71,6 +66,7 @@ class _Attending(PolicyState):
         self._policy = policy
         self._rows = row_schedule("fast_dllm_dual", refresh_blocks=policy.refresh_blocks).start()
         self._received: Float32[Tensor, "batch length"] | None = None
+        self._chunk: SummedChunk | None = None
 
     def rows(self, step: Step) -> Pass:
         pass_, canvas = self._rows.rows(step), step.canvas
@@ -92,7 +88,7 @@ class _Attending(PolicyState):
             self._received = self._received[sequences]
 
     def _layer(self, step: Step, forward: Forward, layer: int, pass_: Pass) -> Pass:
-        first = self._policy.first_layer(forward.model.shape.layers)
+        first = max(0, forward.model.shape.layers - self._policy.attended_layers)
         if layer < first:
             return forward.dense(layer, pass_)
         # Before the layer, which changes the residual stream in place.
@@ -124,7 +120,7 @@ class _Attending(PolicyState):
             pending.expand(-1, queries.shape[2]),
             forward.keys(layer)[: canvas.batch],
             forward.limits.of(slice(canvas.batch)).key_mask,
-            self._chunk(forward, queries),
+            self._chunk or self._make_chunk(forward, queries),
             soft_cap=model.shape.soft_cap,
             sink_keys=model.sink_keys(layer),
         )
@@ -133,11 +129,13 @@ class _Attending(PolicyState):
         else:
             self._received += received
 
-    def _chunk(self, forward: Forward, queries: Tensor) -> SummedChunk:
+    def _make_chunk(self, forward: Forward, queries: Tensor) -> SummedChunk:
+        """Once in a call: sequences leave it, but none come."""
         (batch, _, block, _), shape = queries.shape, forward.model.shape
         dtype = str(queries.dtype).removeprefix("torch.")
         sizes = CallShape(shape=shape, batch=batch, context=forward.length, block_length=block, dtype=dtype)
-        return summed_chunk(sizes, rows=block, held=_held(sizes))
+        self._chunk = summed_chunk(sizes, rows=block, held=_held(sizes))
+        return self._chunk
 
 
 def _buffers(sizes: CallShape) -> list[Buffer]:

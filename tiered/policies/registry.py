@@ -20,7 +20,7 @@ from tiered.policies.row_schedule import SCHEDULES, row_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(Policy):
-    """Placeholder of the policy in `tiered.planning.choice.TABLE` for the prompt and the blocks of a call."""
+    """Placeholder of the policy that `tiered.planning.choice` names for the prompt of a call."""
 
     name: ClassVar[str] = "auto"
     sights: ClassVar[frozenset[Sight]] = CANVAS | BLOCK_CAUSAL
