@@ -52,6 +52,7 @@ UNIFORM: list[dict[str, Any]] = [
 POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "none", {}, True),
     ("llada", "fast_dllm_dual", {}, True),
+    ("llada", "attended", {"attended_rows": 6}, True),
     ("llada", "fast_dllm_prefix", {"refresh_interval": 3}, True),
     ("llada", "polestar", {"clusters": 4, "top_m": 2, "update_threshold": 8}, True),
     ("llada", "dkv_decode", {}, True),

@@ -46,6 +46,7 @@ from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
+from tiered.serving.scheduler import Scheduler
 
 LAYERS, PROMPT, CPU = 6, 44, torch.device("cpu")
 SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16}
@@ -512,6 +513,31 @@ def test_threads_that_call_one_runtime_get_what_each_gets_alone(checkpoints: Cal
     outs = [out for out in got if out is not None]
     assert len(outs) == 4 and len(got) == 6 and all(same(out, expected) for out in outs)
     assert same(answer(runtime, steps=4), expected)
+    runtime.close()
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+
+
+@pytest.mark.parametrize(("family", "policy"), [("llada-moe", "fast_dllm_dual"), ("llada2", "block_causal")])
+def test_requests_over_streamed_experts_get_what_each_gets_alone(
+    checkpoints: Callable[[str], Path], family: str, policy: str
+):
+    resident = loaded(checkpoints(family), policy)
+    generator = torch.Generator().manual_seed(8)
+    calls = [
+        {"inputs": torch.randint(0, 120, (1, 11 + 7 * number), generator=generator), "max_new_tokens": 16, "steps": 4}
+        for number in range(5)
+    ]
+    alone = [resident.generate(**call, block_length=8) for call in calls]
+    runtime = loaded(checkpoints(family), policy, budget=budget_for(resident, streamed_layers(resident).most // 2))
+    scheduler = Scheduler(runtime)
+    requests = [scheduler.submit(runtime.prepare(**call, block_length=8)) for call in calls]
+    scheduler.step()
+    assert scheduler.running > 1 and streamed_layers(runtime).count
+    scheduler.run()
+    for request, expected in zip(requests, alone, strict=True):
+        assert request.output is not None and torch.equal(request.output.sequences, expected.sequences)
+        assert request.output.weights is not None and request.output.weights.experts_used
+    runtime.ledger.check_integrity()
     runtime.close()
     assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
 

@@ -10,6 +10,8 @@ trained ones, which agree more from row to row and from step to step: the figure
               reaches stands to its forward as with LLaDA2-mini in int4 on --link, by data sheets. Beside it the same
               call without guesses, experts fetched one by one and waited for (TIDE's schedule), and all experts in
               each forward. The answers are those of resident experts, or it has failed
+    load      the peak of anonymous memory of a process that loads the model in --form with as few experts on the
+              device as go, over what is booked then and one raw tensor
 
 About five minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
@@ -19,6 +21,7 @@ About five minutes on two idle cores. The last line of stdout says, each null as
     bytes_over_misses       bytes that came over those without guesses: the largest
     over_one_by_one         a forward over that with experts fetched one by one: the largest
     misses_over_belady      fetches without guesses over Belady's: the largest
+    load_peak_over_plan     the largest
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +34,16 @@ from measuring.study import Axes
 from measuring.table import Row
 from measuring.worker import RefusedError
 from workloads import expert_streams, weight_streams
+from workloads.weight_loading import LOAD, in_bytes
 
 from tiered.core.checks import unknown_name
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
-OF, TIMED = ("case",), (*weight_streams.TIMED, "plain_ms", "layers_ms")
+OF, TIMED = ("case",), (*weight_streams.TIMED, "plain_ms", "layers_ms", "peak_bytes", "peak_over_plan")
 AXES: Axes = {
-    "part": ["recorded", "picks", "stream"],
+    "part": ["recorded", "picks", "stream", "load"],
+    "form": ["none", "int4"],
     "link": ["rtx4090", "h100"],
     "share": [0.35, 0.6, 0.9],
     "experts": [64],
@@ -49,8 +54,8 @@ AXES: Axes = {
     "steps": [8],
 }
 QUICK: Axes = {
-    "link": ["h100"], "share": [0.3], "experts": [64], "picked": [2], "width": [64], "layers": [3], "context": [64],
-    "steps": [2],
+    "form": ["int4"], "link": ["h100"], "share": [0.3], "experts": [64], "picked": [2], "width": [64], "layers": [3],
+    "context": [64], "steps": [2],
 }  # fmt: skip
 PICKS = {
     "a step": "{of_step:.1f}", "a block": "{of_block:.1f}", "of the step before": "{step_overlap:.0%}",
@@ -87,6 +92,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             of = {"part": part, **dict(zip(sizes, values, strict=True))}
             if part == "picks":
                 yield of | {"shares": axes["share"]}
+            elif part == "load":
+                yield from (of | {"form": form} for form in axes["form"])
             else:
                 yield from (of | {"share": one, "link": link} for one, link in product(axes["share"], axes["link"]))
 
@@ -97,17 +104,21 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
         raise RefusedError(f"device {settings['device']}: links are slowed down on the CPU alone")
     if settings["part"] == "recorded":
         return expert_streams.recorded()
-    return expert_streams.picks(settings) if settings["part"] == "picks" else expert_streams.stream(settings)
+    parts = {"picks": expert_streams.picks, "stream": expert_streams.stream, "load": expert_streams.load}
+    return parts[settings["part"]](settings)
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`experts_picked`: what routers pick; `experts_streamed`: calls over a slowed link."""
+    """`experts_picked`: what routers pick; `experts_streamed`: calls over a slowed link; `experts_loaded`: peaks
+    of loading."""
     seen = merged(rows, of=OF, timed=TIMED)
     picked = [row | {"over_belady": _over_belady(row)} for row in seen if row["part"] == "picks"]
     streamed = [row for row in seen if row["part"] == "stream"]
+    loaded = [in_bytes(row) for row in seen if row["part"] == "load"]
     return {
         "experts_picked": rows_table("{picked} of {experts}", PICKS, picked),
         "experts_streamed": rows_table("{picked} of {experts}, {share:.0%} stay, {link}", STREAM, streamed),
+        "experts_loaded": rows_table("{picked} of {experts}, weights {form}", LOAD, loaded),
     }
 
 
@@ -135,5 +146,6 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
         "experts_hidden_share": min(of("hidden_share"), default=None),
         "bytes_over_misses": max(of("bytes_over_misses"), default=None),
         "over_one_by_one": max(of("over_synchronous"), default=None),
+        "load_peak_over_plan": max(of("peak_over_plan"), default=None),
         "misses_over_belady": max((round(each, 3) for row in good for each in _belady(row)), default=None),
     }

@@ -60,7 +60,7 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     "dkv_pd": _turned("prompt_interval", REFRESHES),
     "dllm_cache": _turned("prompt_interval", (50, 16, 8, 4, 3, 2)),
     "elastic_cache": _turned("similarity_threshold", (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
-    "attended": [{}, *_turned("attended_rows", (8, 16, 64)), {"attended_layers": 1}, {"refresh_blocks": 1}],
+    "attended": [{}, *_turned("attended_rows", (8, 16, 64, 128)), {"refresh_blocks": 1}],
     POLESTAR: [
         {"update_threshold": 4},
         {"update_threshold": 0},

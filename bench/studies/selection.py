@@ -14,7 +14,7 @@ blocks'. All arms update in the same steps, and all but Polestar renew the same 
     oracle_output        rows whose uncached keys and values, each row's alone, bring the logits nearest to `none`: for
                          prompts up to 256 tokens, since it takes a pass over the block for each row
     attended             the policy, in every step: rows with most attention from the last step's pending rows, in the
-                         last two layers
+                         last layer
     polestar-C, fresh-C  the rule of `polestar` and of `polestar-fresh` with C clusters ("auto"; "rows" for a cluster of
                          each row), members as they are, and the M that has the share of the rows on average; `renewed`
                          is the share that it took, which is more where each layer adds M

@@ -32,6 +32,7 @@ from measuring.worker import RefusedError
 from workloads import weight_files, weight_loading, weight_logits, weight_streams
 from workloads.models import paths, weights
 from workloads.subjects import RANDOM
+from workloads.weight_loading import LOAD, in_bytes
 from workloads.weight_streams import LINKS
 
 from tiered.core.byte_size import format_bytes
@@ -73,13 +74,6 @@ STREAM = {
     "hidden": "{hidden_share:.1%}",
 }
 DISK = {"ms": "{forward_ms:.1f}", "over `disk_offload`": "{over_disk_offload:.3f}"}
-LOAD = {
-    "device": "{device}",
-    "host": "{host}",
-    "a tensor": "{largest}",
-    "peak": "{peak}",
-    "over": "{peak_over_plan:.3f}",
-}
 LOGITS = {
     "bytes an element": "{bytes_per_element:.3f}", "weights": "{whole}", "KL": "{kl:.2e}",
     "99th percentile": "{kl_p99:.2e}", "another token": "{other_token:.1%}",
@@ -140,13 +134,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     def of(part: str) -> list[Row]:
         return [row for row in seen if row["part"] == part]
 
-    names = {"device": "device_bytes", "host": "host_bytes", "largest": "largest_bytes", "peak": "peak_bytes"}
-    load = [
-        row
-        | {name: format_bytes(int(row[column])) for name, column in names.items() if column in row}
-        | {"how": "streamed" if row["streamed"] else "resident"}
-        for row in of("load")
-    ]
+    load = [in_bytes(row) | {"how": "streamed" if row["streamed"] else "resident"} for row in of("load")]
     logits = [
         row | ({"whole": format_bytes(row["weight_bytes"])} if "weight_bytes" in row else {}) for row in of("logits")
     ]

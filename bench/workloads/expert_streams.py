@@ -40,6 +40,7 @@ from tiered.runtime import Runtime
 from workloads.blocks import GOLDENS, LARGEST_DIFFERENCE
 from workloads.models import VOCABULARY
 from workloads.streamed_model import opened, shape_of, sizes_of
+from workloads.weight_loading import peak_of_loading
 from workloads.weight_streams import WaitingTransport, figures
 
 BLOCK, BLOCKS = 32, 4
@@ -194,6 +195,12 @@ def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "foreseen_share": guessed.weights.experts_foreseen / used,
         "bytes_over_misses": way.nbytes / misses,
     }
+
+
+def load(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row: `weight_loading.peak_of_loading` with room for as few experts as a step needs, in "form"."""
+    with random_mixture(settings) as folder:
+        yield peak_of_loading(folder, settings["form"], streamed=True)
 
 
 def copy_over_forward(card: str) -> float:

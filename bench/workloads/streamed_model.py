@@ -54,7 +54,7 @@ def all_streamed(policy: Policy, sizes: CallShape) -> int:
     """The device bytes in which a call has just room if all layers stream, and no feature does."""
     weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
     needed = CallBytes.of(policy, sizes, MemoryBudget(), weights=weights)
-    return replace(needed, weights=weights.streaming(sizes.shape.layers)).total(Tier.DEVICE)
+    return replace(needed, weights=weights.streaming(weights.most)).total(Tier.DEVICE)
 
 
 def least_host(sizes: CallShape) -> int:

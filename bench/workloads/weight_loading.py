@@ -13,11 +13,16 @@ from typing import Any
 from baselines.asked import Asked
 from measuring.process import BENCH
 
+from tiered.core.byte_size import format_bytes
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.weight_form import WeightForm
 from tiered.policies.registry import make_policy
 from workloads.streamed_model import all_streamed, random_files, shape_of, sizes_of
 
+# Columns of a table of peaks, from what `in_bytes` returns.
+LOAD = {
+    "device": "{device}", "host": "{host}", "a tensor": "{largest}", "peak": "{peak}", "over": "{peak_over_plan:.3f}",
+}  # fmt: skip
 EVERY = 5e-4  # seconds between two looks; a tensor of a model that is worth measuring takes longer to read
 
 
@@ -30,24 +35,35 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     which stands beside what it becomes.
     """
     with random_files(settings["width"], settings["layers"], 64) as folder:
-        shape, form = shape_of(folder), WeightForm.of(settings["form"])
-        largest = max(map(prod, shape.weight_shapes.values())) * BYTES_PER_ELEMENT[shape.dtype]
-        cap = all_streamed(make_policy("none"), sizes_of(shape, 1, form)) + largest if settings["streamed"] else None
-        paths = os.pathsep.join([str(BENCH), str(BENCH.parent)])
-        command = [sys.executable, "-P", str(Path(__file__).with_name("weight_loading_worker.py"))]
-        environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-        with Asked(command, threads=1, environment=environment) as process:
-            before = anonymous_bytes(process.pid)
-            with peak_of(process.pid) as peak:
-                held = process.request(path=str(folder), weights=settings["form"], device=cap)
+        yield peak_of_loading(folder, settings["form"], streamed=settings["streamed"])
+
+
+def peak_of_loading(folder: Path, form: str, *, streamed: bool) -> dict[str, Any]:
+    """The columns of that row, for the model in `folder`."""
+    shape = shape_of(folder)
+    largest = max(map(prod, shape.weight_shapes.values())) * BYTES_PER_ELEMENT[shape.dtype]
+    least = all_streamed(make_policy("none"), sizes_of(shape, 1, WeightForm.of(form)))
+    paths = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+    command = [sys.executable, "-P", str(Path(__file__).with_name("weight_loading_worker.py"))]
+    environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    with Asked(command, threads=1, environment=environment) as process:
+        before = anonymous_bytes(process.pid)
+        with peak_of(process.pid) as peak:
+            held = process.request(path=str(folder), weights=form, device=least + largest if streamed else None)
     booked = sum(held.values())
     grown = max(peak) - before
-    yield held | {
+    return held | {
         "largest_bytes": largest,
         "plan_bytes": booked + largest,
         "peak_bytes": grown,
         "peak_over_plan": grown / (booked + largest),
     }
+
+
+def in_bytes(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `measure`, with its bytes as they are written in tables."""
+    names = ("device", "host", "largest", "peak")
+    return {**row} | {name: format_bytes(int(row[f"{name}_bytes"])) for name in names if f"{name}_bytes" in row}
 
 
 @contextmanager

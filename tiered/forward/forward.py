@@ -20,7 +20,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
-from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
+from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
 from tiered.models.attention import heads_joined, merged
 from tiered.models.base import DiffusionModel, RouterProbe, head
 from tiered.tiers.stored_rows import StoredRows
@@ -80,6 +80,7 @@ class Forward:
         self.rows_computed = 0.0
         self._weights, self._layer = weights, 0
         self.attention_probe: AttentionProbe | None = None
+        self._watch: AttentionWatch | None = None
         self.rows_probe: RowsProbe | None = None
         self.router_probe: RouterProbe | None = None
         self._picked: dict[int, set[int]] = {}
@@ -115,6 +116,7 @@ class Forward:
         sequences = slice(len(pass_.ids))
         self.ids, self.limits, self.reads = pass_.ids, self._limits.of(sequences, pass_.final), pass_.reads
         self.rotary = self._rotary.of_sequences(sequences)
+        self._watch = pass_.watch
         self.store.narrow(len(pass_.ids))
         self._picked.clear()
 
@@ -243,9 +245,12 @@ class Forward:
         self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch rows heads_width"]:
         """Attention of `rows`, heads concatenated, over the canvas in the layer's store and all other parts of the
-        pass. In the last layer the probe gets its inputs."""
-        if self.attention_probe is not None and layer == self.model.shape.layers - 1:
-            self.attention_probe(rows, queries, self.keys(layer), self.limits.key_mask)
+        pass. In the last layer the probe and the watch get its inputs."""
+        if layer == self.model.shape.layers - 1:
+            if self.attention_probe is not None:
+                self.attention_probe(rows, queries, self.keys(layer), self.limits.key_mask)
+            if self._watch is not None:
+                self._watch(self, rows, queries)
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
         of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [

@@ -45,6 +45,7 @@ class Pass:
         guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
             reuse the difference of their last forward with it. If there are none, the forward only goes over the first
             half of the batch. None for all, in every forward.
+        watch: called in the last layer, before the attention of rows; None for no call.
         refreshed: the sequences whose rows are all recomputed. None for all of them in a forward of kind `REFRESH`,
             and otherwise for no sequence.
         hidden: the residual stream of the rows, which a layer may update in place; empty before the first layer.
@@ -59,6 +60,7 @@ class Pass:
     program: "LayerProgram | None" = None
     reads: tuple[Part, ...] = ()
     guided: tuple[bool, ...] | None = None
+    watch: "AttentionWatch | None" = None
     refreshed: tuple[bool, ...] | None = None
     hidden: Float[Tensor, "batch rows width"] = _NOT_YET
     computed: int | None = None
@@ -71,6 +73,8 @@ class Pass:
 
 # Called with the `Forward`, the layer and its input; returns its output.
 LayerProgram = Callable[[Any, int, Pass], Pass]
+# Called with the `Forward`, rows, and their queries, once all keys of the layer are written.
+AttentionWatch = Callable[[Any, Rows, Tensor], None]
 # Called with rows, their queries, the layer's keys, and the key mask, False at keys that may not be read.
 AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
 # Called with rows, and the number of sequences (the first ones) that they are of.

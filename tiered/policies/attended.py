@@ -1,9 +1,9 @@
 """A cache whose steps renew what the answer looks at: the rows outside the block with most attention from its pending
-rows in the last step. Under guidance the conditional half decides for both.
+rows, in the last layer of the last step. Under guidance the conditional half decides for both.
 
 Related: d²Cache (arXiv 2509.23094, section 4) also recomputes rows by attention. It takes a rollout over maps of all
-rows. Here the block's own attention is summed, which takes no map, and the number of rows is fixed, so that nothing is
-read back from the device.
+rows and layers. Here one layer's attention of the block is summed, which takes no map, and the number of rows is fixed,
+so that nothing is read back from the device.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from functools import partial
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
 from tiered.core.buffers import Buffer
@@ -20,8 +20,9 @@ from tiered.core.features import Account
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.attention_received import SummedChunk, attention_received, summed_chunk
+from tiered.forward.attention_received import attention_received, summed_chunk
 from tiered.forward.forward import Forward
+from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
@@ -36,18 +37,15 @@ class Attended(Policy):
 
     Attributes:
         attended_rows: rows outside the block that a step recomputes. With all of them answers equal those of `none`.
-        attended_layers: layers whose attention counts, from the last one down.
         refresh_blocks: blocks from one that begins with a refresh to the next; "auto" to decide before a call.
     """
 
     name: ClassVar[str] = "attended"
     attended_rows: int = 32
-    attended_layers: int = 2
     refresh_blocks: int | Literal["auto"] = REFRESH_EVERY_4
 
     def __post_init__(self) -> None:
         check_integer("attended_rows", self.attended_rows, least=1)
-        check_integer("attended_layers", self.attended_layers, least=1)
         if self.refresh_blocks != "auto":
             check_integer("refresh_blocks", self.refresh_blocks, least=1)
 
@@ -59,17 +57,16 @@ class Attended(Policy):
 
 
 class _Attending(PolicyState):
-    """The rows of `fast_dllm_dual`, and beside them those that received most attention in their sequence's last forward
-    with pending tokens."""
+    """The rows of `fast_dllm_dual`, and beside them those that received most attention in the last forward of their
+    sequence."""
 
     def __init__(self, policy: Attended) -> None:
         self._policy = policy
         self._rows = row_schedule("fast_dllm_dual", refresh_blocks=policy.refresh_blocks).start()
         self._received: Float32[Tensor, "batch length"] | None = None
-        self._chunk: SummedChunk | None = None
 
     def rows(self, step: Step) -> Pass:
-        pass_, canvas = self._rows.rows(step), step.canvas
+        pass_, canvas, here = self._rows.rows(step), step.canvas, on_device(step.active, step.canvas.tokens.device)
         if self._received is None:
             self._received = torch.zeros(canvas.batch, canvas.length, device=canvas.tokens.device)
         if pass_.rows.count + self._policy.attended_rows >= canvas.length:
@@ -81,75 +78,58 @@ class _Attending(PolicyState):
             chosen = outside.topk(self._policy.attended_rows, dim=1).indices
             index = torch.cat([pass_.rows.index.expand(canvas.batch, -1), chosen], dim=1)
             pass_ = replace(pass_, rows=Rows.at(index), kind=StepKind.UPDATE)
-        return replace(pass_, program=partial(self._layer, step))
+        pending = here[:, None] & (step.rewrites | canvas.pending(step.start, step.stop))
+        asking = torch.zeros_like(self._received, dtype=torch.bool)
+        asking[:, step.first_row : step.last_row] = pending
+        # What a waiting sequence has looked at counts in its next forward.
+        self._received = self._received.masked_fill(here[:, None], 0)
+        return replace(pass_, watch=partial(self._watch, asking))
 
     def keep(self, sequences: list[int]) -> None:
         if self._received is not None:
             self._received = self._received[sequences]
 
-    def _layer(self, step: Step, forward: Forward, layer: int, pass_: Pass) -> Pass:
-        first = max(0, forward.model.shape.layers - self._policy.attended_layers)
-        if layer < first:
-            return forward.dense(layer, pass_)
-        # Before the layer, which changes the residual stream in place.
-        asking = forward.model.attention_norm(layer, pass_.hidden[:, pass_.output])
-        queries = forward.queries(layer, pass_.rows[pass_.output], asking)
-        del asking  # freed before the layer's own are made
-        pass_ = forward.dense(layer, pass_)
-        self._watch(step, forward, layer, queries[: step.canvas.batch], anew=layer == first)
-        return pass_
-
     @spanned(Op.WATCH)
     def _watch(
         self,
-        step: Step,
+        asking: Bool[Tensor, "batch length"],
         forward: Forward,
-        layer: int,
-        queries: Float[Tensor, "batch heads block head_dim"],
-        *,
-        anew: bool,
+        rows: Rows,
+        queries: Float[Tensor, "sequences heads rows head_dim"],
     ) -> None:
-        """Add the attention that `layer` gives each column from pending rows. `anew`: drop what was added before."""
+        """Add the attention of those of `rows` that are `asking`."""
         assert self._received is not None, "`rows` comes first"
-        model, canvas = forward.model, step.canvas
-        here = on_device(step.active, queries.device)[:, None]
-        pending = here if step.rewrites else canvas.pending(step.start, step.stop) & here
-        # A noise mask hides no column from the block.
-        received = attention_received(
-            queries,
-            pending.expand(-1, queries.shape[2]),
-            forward.keys(layer)[: canvas.batch],
-            forward.limits.of(slice(canvas.batch)).key_mask,
-            self._chunk or self._make_chunk(forward, queries),
-            soft_cap=model.shape.soft_cap,
-            sink_keys=model.sink_keys(layer),
-        )
-        if anew:
-            self._received = received.where(here, self._received)
-        else:
-            self._received += received
-
-    def _make_chunk(self, forward: Forward, queries: Tensor) -> SummedChunk:
-        """Once in a call: sequences leave it, but none come."""
-        (batch, _, block, _), shape = queries.shape, forward.model.shape
+        (batch, length), shape = asking.shape, forward.model.shape
+        last = shape.layers - 1
         dtype = str(queries.dtype).removeprefix("torch.")
-        sizes = CallShape(shape=shape, batch=batch, context=forward.length, block_length=block, dtype=dtype)
-        self._chunk = summed_chunk(sizes, rows=block, held=_held(sizes))
-        return self._chunk
+        sizes = CallShape(shape=shape, batch=len(queries), context=length, block_length=rows.count, dtype=dtype)
+        # A noise mask hides no column from the block.
+        self._received += attention_received(
+            queries[:batch],
+            rows.columns(asking) if rows.is_span else asking.gather(1, rows.index[:batch]),
+            forward.keys(last)[:batch],
+            forward.limits.of(slice(batch)).key_mask,
+            summed_chunk(sizes, rows=rows.count, held=_held(sizes)),
+            soft_cap=shape.soft_cap,
+            sink_keys=forward.model.sink_keys(last),
+        )
 
 
 def _buffers(sizes: CallShape) -> list[Buffer]:
-    """Buffers of the policy's state and steps."""
-    shape, activations, columns = sizes.shape, Account.ACTIVATIONS, (sizes.batch, sizes.context)
-    queries = (sizes.sequences, sizes.block_length, shape.heads * shape.head_dim)
-    summed = _held(sizes) + summed_chunk(sizes, rows=sizes.block_length, held=_held(sizes)).nbytes(sizes)
+    """Buffers of the policy's state and of its look at the last layer."""
+    activations, columns = Account.ACTIVATIONS, (sizes.batch, sizes.context)
+    most = min(sizes.block_length, part_rows(sizes.sequences))
+    summed = _held(sizes) + summed_chunk(sizes, rows=most, held=_held(sizes)).nbytes(sizes)
     return [
         Buffer("attention received", activations, (2, *columns), "float32"),
-        Buffer("queries of the block", activations, queries, sizes.dtype),
+        Buffer("rows that ask", activations, (2, *columns), "bool"),
         Buffer("attention of pending rows", activations, (summed,), phase="attention of pending rows"),
     ]
 
 
 def _held(sizes: CallShape) -> int:
-    """Bytes held while the attention of a block is summed: its normed rows, and two sums."""
-    return sizes.batch * (sizes.block_length * sizes.shape.width * sizes.element + 2 * sizes.context * _FLOAT32)
+    """Bytes held while the attention of a block is summed: normed rows of the layer and their queries, a sum, and the
+    sum so far."""
+    shape, rows = sizes.shape, min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
+    passing = rows * (shape.width + shape.heads_width) * sizes.element
+    return passing + 2 * sizes.batch * sizes.context * _FLOAT32
