@@ -1,6 +1,6 @@
 """The bytes of one call in every tier, booked before it begins."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -8,12 +8,14 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.buffers import Buffer
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import Turn
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_weights import StreamedWeights
+from tiered.forward.together import shared_bytes
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.weight_form import FIXED_WEIGHTS
@@ -131,6 +133,7 @@ class CallContext:
         sizes: CallShape,
         inspected: Mapping[Account, int] = MappingProxyType({}),
         *,
+        beside: Sequence[tuple[Policy, CallShape]] = (),
         reported: ExitStack | None = None,
     ) -> Iterator[tuple[Tiers | None, CallBytes]]:
         """Book the bytes of a call while the `with` lasts. It waits while layers of the weights are streamed to another
@@ -140,6 +143,8 @@ class CallContext:
 
         Args:
             inspected: device bytes of the call's inspector, by account.
+            beside: calls that wait to begin beside this one. If layers of the weights are streamed, more of them are,
+                so that as many of these calls as possible have room, in order.
             reported: stack of a call that reports its memory. The ledger restarts its peaks, unless another call is
                 under way. If layers of the weights are streamed, no other thread's call begins before the stack is
                 closed.
@@ -150,7 +155,7 @@ class CallContext:
         with ExitStack() as own, ExitStack() as call:
             turn = own if reported is None else reported
             turn.enter_context(self._turn.held())
-            needed = self._settled(policy, sizes, inspected, reported=reported is not None)
+            needed = self._settled(policy, sizes, inspected, beside, reported=reported is not None)
             key = object()
             self._under_way.add(key)
             call.callback(self._under_way.discard, key)
@@ -169,7 +174,13 @@ class CallContext:
             yield tiers, needed
 
     def _settled(
-        self, policy: Policy, sizes: CallShape, inspected: Mapping[Account, int], *, reported: bool
+        self,
+        policy: Policy,
+        sizes: CallShape,
+        inspected: Mapping[Account, int],
+        beside: Sequence[tuple[Policy, CallShape]],
+        *,
+        reported: bool,
     ) -> CallBytes:
         ledger = self._ledger
         # Layers that another call uses cannot move.
@@ -177,6 +188,20 @@ class CallContext:
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         needed = self._needed(policy, sizes, held, weights, inspected)
+        for other, of_other in beside if weights is not None else ():
+            assert needed.weights is not None, "the weights may leave the device"
+            if not needed.weights.layers:
+                break  # they stay, and the others wait
+            room = CallBytes.of(other, of_other, ledger.budget).tiers(ledger.budget)
+            held = {tier: held[tier] + sum(room.get(tier, {}).values()) for tier in Tier}
+            held[Tier.DEVICE] += shared_bytes(of_other)
+            try:
+                found = self._needed(policy, sizes, held, weights, inspected)
+            except TierCapacityError:
+                break
+            if found.streams != needed.streams:
+                break  # not for more of this call's own copies
+            needed = found
         if weights is not None and needed.weights is not None:
             weights.settle(needed.weights)
             weights.restart()

@@ -1,7 +1,7 @@
 """The runtime, a loaded model under a policy and a budget, with `generate` and `logits`."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -211,12 +211,13 @@ class Runtime:
         *,
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
+        beside: Sequence[PreparedCall] = (),
         reported: ExitStack | None = None,
     ) -> Iterator[tuple[Denoiser, Tiers | None]]:
         """Book the bytes of a call while the `with` lasts. Several calls that have begun may take turns in one thread.
 
-        Yields the call's loop, before its first step, and its tiers (None if everything is on the device). `reported`:
-        see `CallContext.booked`.
+        Yields the call's loop, before its first step, and its tiers (None if everything is on the device). `beside`,
+        `reported`: see `CallContext.booked`.
 
         Raises:
             TierCapacityError: the call does not fit beside the bytes booked already.
@@ -226,7 +227,8 @@ class Runtime:
             inspected = inspector.device_bytes(
                 sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
             )
-        booked = self._call.booked(call.choice.policy, sizes, inspected, reported=reported)
+        others = [(each.choice.policy, each.sizes) for each in beside]
+        booked = self._call.booked(call.choice.policy, sizes, inspected, beside=others, reported=reported)
         with booked as (tiers, needed):
             yield denoiser(self._call, call, tiers, needed, streamer=streamer, inspector=inspector), tiers
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from itertools import count
@@ -106,13 +106,13 @@ class Request:
             return RequestTimeout(f"the request was not done within {self._seconds:g} s")
         return None
 
-    def begin(self, runtime: Runtime) -> None:
-        """Book the call's bytes and run its loop up to the first forward. Raises `TierCapacityError` if the budget has
-        no room now."""
+    def begin(self, runtime: Runtime, beside: Sequence[PreparedCall] = ()) -> None:
+        """Book the call's bytes and run its loop up to the first forward. `beside`: as of `Runtime.begin`. Raises
+        `TierCapacityError` if the budget has no room now."""
         shared = {Account.ACTIVATIONS: shared_bytes(self.call.sizes)}
         with ExitStack() as held:
             held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
-            denoiser, self._tiers = held.enter_context(runtime.begin(self.call, streamer=self._streamer))
+            denoiser, self._tiers = held.enter_context(runtime.begin(self.call, streamer=self._streamer, beside=beside))
             self._steps = denoiser.steps()
             self.asked = next(self._steps)
             self._held = held.pop_all()

@@ -176,9 +176,10 @@ class Scheduler:
         while len(self._running) < self.max_running and not self._full:
             if (request := self._queue.take()) is None:
                 return
+            waiting = [] if self._running else [each.call for each in self._queue.requests()]
             try:
                 with self.counts.clock.of(Work.MODEL):
-                    request.begin(self.runtime)
+                    request.begin(self.runtime, waiting[: self.max_running - 1])
                 self._running.append(request)
             except TierCapacityError as error:
                 self._full = bool(self._running) and self._queue.put_back(request)
