@@ -13,6 +13,7 @@ import tiered
 from tiered.models.families import family_of
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
+from tiered.serving.scheduler import Scheduler
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,15 @@ def test_edges_at_the_prompt_are_for_causal_contexts(random_model: Any):
 def test_released_keys_load(write_checkpoint: Any, random_weights: Any, runtime: Runtime):
     directory = write_checkpoint(NEMOTRON, random_weights(NEMOTRON), shards=3)
     assert torch.equal(tiered.from_pretrained(directory).logits(prompt(20)), runtime.logits(prompt(20)))
+
+
+def test_requests_whose_queries_grow_share_forwards(random_model: Any):
+    runtime = Runtime(random_model(NEMOTRON | {"block_size": 16}), policy=make_policy("auto"))
+    calls = [{"inputs": prompt(length), "max_new_tokens": 32, "steps": 8} for length in (18, 37)]
+    scheduler = Scheduler(runtime)
+    requests = [scheduler.submit(runtime.prepare(**call)) for call in calls]
+    scheduler.run()
+    assert scheduler.counts.forwards < scheduler.counts.taken
+    for call, request in zip(calls, requests, strict=True):
+        assert request.output is not None
+        assert torch.equal(request.output.sequences, runtime.generate(**call).sequences)

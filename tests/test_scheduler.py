@@ -32,6 +32,8 @@ CHECKPOINTS = {
     "dream": "dream/dream_tiny",
     "gidd": "gidd/gidd_tiny_unif",
     "llada-moe": "llada_moe/lladamoe_tiny",
+    "sdar": "sdar/sdar_tiny",
+    "llada2": "llada2/llada2_tiny",
 }
 # What requests may ask for, by whether the model knows masks. Steps of 16 rows or more are shared; those of 6 go alone.
 MASKS: list[dict[str, Any]] = [
@@ -48,6 +50,11 @@ UNIFORM: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_length": 16, "commit": "ancestral", "block_steps": 3},
     {"max_new_tokens": 16, "tokens_per_step": 4, "block_steps": 2, "correction_steps": 2},
 ]
+BLOCKS: list[dict[str, Any]] = [
+    {"max_new_tokens": 32, "block_length": 16, "steps": 8},
+    {"max_new_tokens": 48, "block_length": 32, "confidence_threshold": 0.3, "block_steps": 3},
+    {"max_new_tokens": 16, "block_length": 8, "temperature": 0.8, "top_k": 20, "block_steps": 3},
+]
 # A policy is one row: a family whose requests run under it, and whether its steps are such as several share.
 POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "none", {}, True),
@@ -61,6 +68,8 @@ POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("dream", "fast_dllm_dual", {}, True),
     ("gidd", "fast_dllm_dual", {}, True),
     ("llada-moe", "fast_dllm_dual", {}, True),
+    ("sdar", "block_causal", {}, True),
+    ("llada2", "block_causal", {}, True),
 ]
 _LOADED: dict[str, Runtime] = {}
 
@@ -74,8 +83,9 @@ def runtime_of(family: str, policy: str, options: Mapping[str, Any]) -> Runtime:
 def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
     """What a request asks for, at random."""
     uniform = runtime.model.shape.noise == "uniform"
-    options = dict(generator.choice(UNIFORM if uniform else MASKS))
-    if not uniform and generator.random() < 0.1:
+    blocks = runtime.model.shape.block_causal
+    options = dict(generator.choice(UNIFORM if uniform else BLOCKS if blocks else MASKS))
+    if not uniform and not blocks and generator.random() < 0.1:
         others = ("steps", "factor", "remasking", "confidence_threshold")
         options = {"commit": EAGER} | {name: value for name, value in options.items() if name not in others}
     ids = torch.tensor([[generator.randrange(480) for _ in range(generator.choice([3, 16, 33, 47]))]])

@@ -2,8 +2,9 @@
 
 Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has
 its own attention and store. On the CPU a row's result does not depend on the other rows in the batch: within `FEW_ROWS`
-the library sums the products of a row in one order. Calls with fewer or more rows go alone. On CUDA libraries choose
-kernels by the number of rows, so the last bits of a row can differ; not measured on a GPU.
+the library sums the products of a row in one order. Calls with fewer or more rows go alone. On CUDA the fewest rows,
+such as a block of four, gain most from sharing a read. There libraries choose kernels by the number of rows, so the
+last bits of a row can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,10 @@ _FLOAT32 = 4
 
 
 def shareable(forward: Forward, pass_: Pass) -> bool:
-    """Whether a pass may be batched with other passes. Queries that are scaled by position go alone."""
+    """Whether a pass may be batched with other passes."""
     outputs = len(pass_.ids) * pass_.rows[pass_.output].count
-    plain = pass_.program is None and not pass_.reads and forward.rotary.query_scale is None
-    return plain and pass_.count in FEW_ROWS and outputs in FEW_ROWS
+    few = FEW_ROWS if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
+    return pass_.program is None and not pass_.reads and pass_.count in few and (not outputs or outputs in few)
 
 
 def shared_bytes(sizes: CallShape) -> int:
@@ -78,7 +79,10 @@ def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences out
             mixed = [
                 forward.attended(layer, rows, own).flatten(0, 1)
                 for (forward, _), rows, own in zip(asked, together.rows, queries, strict=True)
+                if rows.count  # the last layer of a pass without logits is for its keys and values
             ]
+            if not mixed:
+                break
             del queries
             every = slice(0, hidden.shape[1])
             add_branch(hidden, every, model.attention_out(layer, torch.cat(mixed)[None]))
@@ -94,12 +98,13 @@ class _Together:
         self.rows = rows
         self._asked, self._batches = asked, [len(pass_.ids) for _, pass_ in asked]
         self._counts = [batch * each.count for batch, each in zip(self._batches, rows, strict=True)]
+        rotaries = [forward.rotary for forward, _ in asked]
         angles = [
-            [each.take(part).expand(batch, -1, -1, -1).flatten(0, 2) for part in (whole.cos, whole.sin)]
-            for whole, each, batch in zip((forward.rotary for forward, _ in asked), rows, self._batches, strict=True)
+            [each.take(part).expand(batch, -1, -1, -1).flatten(0, 2) for part in _parts(whole)]
+            for whole, each, batch in zip(rotaries, rows, self._batches, strict=True)
         ]
-        cos, sin = (torch.cat(parts)[None, None] for parts in zip(*angles, strict=True))
-        self.rotary = Rotary(cos, sin)
+        cos, sin, *scale = (torch.cat(parts)[None, None] for parts in zip(*angles, strict=True))
+        self.rotary = Rotary(cos, sin, query_scale=scale[0] if scale else None)
 
     def store(
         self,
@@ -119,15 +124,15 @@ class _Together:
     def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
         """Views of each call's heads."""
         return [
-            part.unflatten(1, (batch, -1)).transpose(0, 1)
-            for part, batch in zip(projected[0].split(self._counts, dim=1), self._batches, strict=True)
+            part.unflatten(1, (batch, rows.count)).transpose(0, 1)
+            for part, batch, rows in zip(projected[0].split(self._counts, dim=1), self._batches, self.rows, strict=True)
         ]
 
     def apart(self, logits: Float[Tensor, "1 all vocab"]) -> list[Float[Tensor, "batch rows vocab"]]:
         """Views of each call's logits."""
         return [
-            part.unflatten(0, (batch, -1))
-            for part, batch in zip(logits[0].split(self._counts), self._batches, strict=True)
+            part.unflatten(0, (batch, rows.count))
+            for part, batch, rows in zip(logits[0].split(self._counts), self._batches, self.rows, strict=True)
         ]
 
     def chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
@@ -138,3 +143,7 @@ class _Together:
         parts = zip(hidden[0].split(self._counts), outputs, self._batches, strict=True)
         chosen = [part.unflatten(0, (batch, -1))[:, output].flatten(0, 1) for part, output, batch in parts]
         return torch.cat(chosen)[None]
+
+
+def _parts(rotary: Rotary) -> list[Tensor]:
+    return [each for each in (rotary.cos, rotary.sin, rotary.query_scale) if each is not None]
