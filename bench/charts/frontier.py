@@ -9,19 +9,20 @@ from studies.frontier import NONE, cells
 from charts.rows import Row, good, panels
 from charts.theme import alt, colour, data, policy_colours, side_by_side
 
-CALL = ("model", "split", "task", "size", "rule")
+CALL = ("model", "task", "size", "rule")
 COLUMNS = (*CALL, "policy", "setting", "accuracy", "correct", "examples", "near", "rows", "seconds", "device_bytes")
 NAMES = {"rows": "rows recomputed for an answer", "seconds": "time of an answer, s"}
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """The settings of all cells; "seconds" are those of an answer."""
+    """The settings of all cells on the split that settings are chosen on; "seconds" are those of an answer."""
     return [
         row
         | {"accuracy": row["correct"] / row["examples"], "seconds": row["seconds"] / row["examples"]}
         | {"setting": ", ".join(f"{name} {value}" for name, value in row["options"].items())}
         for own in cells(good(rows)).values()
         for row in own
+        if row["split"] == "validation"
     ]
 
 

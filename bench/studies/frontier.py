@@ -130,13 +130,14 @@ def best(rows: Sequence[Row], figure: str = "rows") -> Row:
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """`frontier`: by cell and policy the near setting with least rows, or else the one that is right most often."""
     lines = []
-    for cell, own in cells(rows).items():
+    for (_, split, asked, rule), own in cells(rows).items():
+        of = f"{asked}, {rule}" if split == "validation" else f"{asked}, {rule}, {split}"
         for policy in dict.fromkeys(row["policy"] for row in own):
             row = best([row for row in own if row["policy"] == policy])
             share, low, high = (100 * value for value in row["below"])
             lines.append(
                 [
-                    f"{cell[2]}, {cell[3]}: `{policy}`",
+                    f"{of}: `{policy}`",
                     ", ".join(f"{name} {value}" for name, value in row["options"].items()),
                     right_of([row]),
                     f"{share:.1f} ({low:.1f} to {high:.1f})",
