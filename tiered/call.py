@@ -188,19 +188,15 @@ class CallContext:
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         needed = self._needed(policy, sizes, held, weights, inspected)
-        for other, of_other in beside if weights is not None else ():
-            assert needed.weights is not None, "the weights may leave the device"
-            if not needed.weights.layers:
-                break  # they stay, and the others wait
-            room = CallBytes.of(other, of_other, ledger.budget).tiers(ledger.budget)
-            held = {tier: held[tier] + sum(room.get(tier, {}).values()) for tier in Tier}
-            held[Tier.DEVICE] += shared_bytes(of_other)
+        for room in self._held_with(beside, held):
+            if needed.weights is None or not needed.weights.layers:
+                break  # all weights stay, and the others wait
             try:
-                found = self._needed(policy, sizes, held, weights, inspected)
+                found = self._needed(policy, sizes, room, weights, inspected)
             except TierCapacityError:
                 break
             if found.streams != needed.streams:
-                break  # not for more of this call's own copies
+                break  # not for more copies of this call's own
             needed = found
         if weights is not None and needed.weights is not None:
             weights.settle(needed.weights)
@@ -213,6 +209,17 @@ class CallContext:
         for tier, amounts in needed.tiers(ledger.budget).items():
             ledger.require(sum(amounts.values()) - own[tier], tier)
         return needed
+
+    def _held_with(
+        self, calls: Sequence[tuple[Policy, CallShape]], held: Mapping[Tier, int]
+    ) -> Iterator[Mapping[Tier, int]]:
+        """`held` and the bytes of the first of `calls`, of the first two, and so on."""
+        budget = self._ledger.budget
+        for policy, sizes in calls:
+            more = CallBytes.of(policy, sizes, budget).tiers(budget)
+            held = {tier: held[tier] + sum(more.get(tier, {}).values()) for tier in Tier}
+            held[Tier.DEVICE] += shared_bytes(sizes)
+            yield held
 
     @property
     def weights(self) -> StreamedWeights | None:

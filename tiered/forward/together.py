@@ -16,7 +16,7 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Asked, Forward, add_branch
+from tiered.forward.forward import Asked, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.coded_rows import Heads
@@ -28,7 +28,7 @@ from tiered.models.router import picked_experts
 _FLOAT32 = 4
 
 
-def shareable(forward: Forward, pass_: Pass) -> bool:
+def shareable(pass_: Pass) -> bool:
     """Whether a pass may be batched with other passes."""
     outputs = len(pass_.ids) * pass_.rows[pass_.output].count
     few = FEW_ROWS if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
