@@ -385,10 +385,10 @@ def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: P
     expected = lm.generate_until(requests, disable_tqdm=True)
     begin, begun, answered = Request.begin, itertools.count(), []
 
-    def interrupted(request: Request, runtime: Runtime) -> None:
+    def interrupted(request: Request, *given: Any) -> None:
         if next(begun) == 7:
             raise RuntimeError("interrupted")
-        begin(request, runtime)
+        begin(request, *given)
 
     before = lm.cache_hook
     caching = CachingLM(lm, str(tmp_path / "answers"))

@@ -33,6 +33,7 @@ from tiered.models.presets import PRESETS, read_preset
 from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import Plan
+from tiered.planning.choice import choose
 from tiered.planning.plan import plan as plan_for
 from tiered.policies.registry import POLICIES, make_policy, policies_for
 
@@ -73,10 +74,10 @@ def device_bytes(made: Plan) -> int:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
-    chosen = POLICIES[policy]()
     sizes = CallShape(
         shape=made.shape, batch=2, context=4096, block_length=64, dtype="bfloat16", guidance=True, sampled=sampled
     )
+    chosen = choose(POLICIES[policy](), sizes, MemoryBudget()).policy
     booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **account_bytes(chosen.buffers(sizes))}
     needs = chosen.needs(sizes)
     if needs.on_host:
