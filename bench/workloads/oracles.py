@@ -31,23 +31,33 @@ class Oracle(Highest):
 
     def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Scores:
         """Of every row in one layer. With p the weight of a row, o the output, and e how many times its new score makes
-        its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e)."""
+        its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e). What moves is a sum of v′, v and o
+        with weights by row, so each goes through the output projection once."""
         model, layer = look.forward.model, of.layer
-        shape, weights = model.shape, look.weights(of)[0]
-        sharing, rows = shape.heads // shape.kv_heads, weights.shape[1]
+        shape, weights = model.shape, look.weights(of)[0][:, look.pending]
+        sharing, queries = shape.heads // shape.kv_heads, of.queries[:, :, look.pending]
         stores = look.forward.store, fresh.store
         (keys, values), (new_keys, new_values) = ([store.view(feature, layer) for feature in KEPT] for store in stores)
-        old, new = (attention_scores(of.queries, each, shape.soft_cap)[0] for each in (keys, new_keys))
+        old, new = (attention_scores(queries, each, shape.soft_cap)[0] for each in (keys, new_keys))
         grown = (new - old).exp_()
-        share = (weights / (1 + weights * (grown - 1)))[..., None]
-        output = of.mixed[0].view(rows, shape.heads, 1, shape.head_dim).transpose(0, 1)
-        values, new_values = (each[0].repeat_interleave(sharing, 0)[:, None] for each in (values, new_values))
-        grown = grown[..., None]
-        moved = share * (grown * (new_values - output) - (values - output))
-        joined = moved.permute(1, 2, 0, 3).flatten(2).to(of.mixed.dtype)
-        bias = model.attention_out(layer, torch.zeros_like(joined[:1, :1]))
-        branch = model.attention_out(layer, joined).sub_(bias).float().square_().sum(-1)
-        return (branch / of.hidden[0].float().square().sum(-1, keepdim=True))[look.pending].sum(0)
+        share = weights / (1 + weights * (grown - 1))
+        output = of.mixed[:, look.pending].unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+        projection = self.projection(look, layer)
+        rows = (each[0].repeat_interleave(sharing, 0) for each in (new_values, values))
+        by_new, by_old, by_output = (each.float() @ projection for each in (*rows, output[0]))
+        branch = torch.einsum("hpn,hnw->npw", share * grown, by_new)
+        branch -= torch.einsum("hpn,hnw->npw", share, by_old)
+        branch += torch.einsum("hpn,hpw->npw", share * (1 - grown), by_output)
+        return (branch.square_().sum(-1) / of.hidden[0, look.pending].float().square().sum(-1)).sum(-1)
+
+    @staticmethod
+    def projection(look: Look, layer: int) -> Float[Tensor, "heads head_dim width"]:
+        """The layer's output projection of each head, without its bias."""
+        model = look.forward.model
+        units = torch.eye(model.shape.heads * model.shape.head_dim, device=look.forward.ids.device)
+        units = units.to(look.forward.keys(layer).dtype)[None]
+        moved = model.attention_out(layer, units) - model.attention_out(layer, torch.zeros_like(units[:, :1]))
+        return moved[0].float().unflatten(0, (model.shape.heads, -1))
 
 
 class OutputOracle(Selector):
