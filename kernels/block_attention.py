@@ -164,6 +164,7 @@ def block_attention(
     keys: KeyValue,
     values: KeyValue | None,
     *,
+    scale: float | None = None,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -177,7 +178,7 @@ def block_attention(
         values, sink_values = keys, sink_keys
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
-    group = heads // kv_heads
+    scale, group = head_dim**-0.5 if scale is None else scale, heads // kv_heads
     mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     whole = LogSumExp(*torch.empty(2, batch, heads, rows, dtype=torch.float32, device=queries.device))
     if mixed.numel() == 0:
@@ -212,7 +213,7 @@ def block_attention(
         "num_stages": tile.stages,
     }
     grid = tiles, count, batch * kv_heads
-    launch(_block_attention, grid, *tensors, *strides, *sizes, head_dim**-0.5, soft_cap or 0.0, **options, on=queries)
+    launch(_block_attention, grid, *tensors, *strides, *sizes, scale, soft_cap or 0.0, **options, on=queries)
     if count > 1:
         merged, places = merged_tile(head_dim), batch * heads * rows
         arguments = parts, sums.peak, sums.mass, mixed, whole.peak, whole.mass, places, heads, rows, count

@@ -21,6 +21,7 @@ def block_attention(
     keys: KeyValue,
     values: KeyValue | None,
     *,
+    scale: float | None = None,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -28,7 +29,7 @@ def block_attention(
     start: Int[Tensor, " batch #rows"] | None = None,
     stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
-    """softmax(scores) · v over the sinks and the columns that a row may see, in float32. A score is q·k / √head_dim.
+    """softmax(scores) · v over the sinks and the columns that a row may see, in float32. A score is scale · q·k.
     Returned with it is the log-sum-exp of these scores, sinks included, by batch, head and row. It allows a merge with
     attention over other columns.
 
@@ -36,6 +37,7 @@ def block_attention(
         queries, keys, values: as stored, rotated. Query head h uses key head h // (heads / kv_heads). Keys and values
             are both uncoded, or both in one code; coded ones are decoded a part at a time. `values` is None if only the
             log-sum-exp is needed: the returned rows have no meaning then.
+        scale: factor of q·k; None for 1 / √head_dim.
         soft_cap: c if a score s becomes c · tanh(s / c); None for no cap.
         sink_keys, sink_values: learned tokens that every row attends to, uncoded; None for no sinks.
         key_mask: False at columns that no row may attend to.
@@ -52,7 +54,7 @@ def block_attention(
     code = checked_code(queries, keys, values)
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
-    sharing = heads // kv_heads
+    scale, sharing = head_dim**-0.5 if scale is None else scale, heads // kv_heads
     columns = length if code is None else min(length, CODED_AT_ONCE)
     mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     whole = LogSumExp(*torch.empty(2, batch, heads, rows, device=queries.device))
@@ -72,7 +74,7 @@ def block_attention(
             stored = keys[some, of_keys], None if values is None else values[some, of_keys]
             sinks = (None if sink is None else sink[of_heads] for sink in (sink_keys, sink_values))
             mixed[some, of_heads], whole.peak[some, of_heads], whole.mass[some, of_heads] = _mixed(
-                queries[some, of_heads], *stored, *sinks, soft_cap, columns, hidden
+                queries[some, of_heads], *stored, *sinks, scale, soft_cap, columns, hidden
             )
     return mixed, whole
 
@@ -96,6 +98,7 @@ def _mixed(
     values: KeyValue | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
+    scale: float,
     soft_cap: float | None,
     columns: int,
     hidden: Bool[Tensor, "batch 1 #rows length"] | None,
@@ -103,7 +106,7 @@ def _mixed(
     """Over `columns` of the keys at a time, and the sinks last: the sum by row, its peak and its mass."""
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
-    scaled = queries.float() * head_dim**-0.5
+    scaled = queries.float() * scale
     # Heads that share keys are rows of one product, so no key is repeated.
     folded = scaled.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     total, mass = torch.zeros_like(scaled), torch.zeros_like(scaled[..., :1])

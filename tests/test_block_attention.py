@@ -40,10 +40,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one row, one column": {"rows": 1, "length": 1, "masked": False, "padded": False, "partly": False, "sinks": None},
     "one row, one column, fp8": {"rows": 1, "length": 1, "masked": False, "padded": False, "code": RowCode.FP8},
     "sinks and no column": {"length": 0, "masked": False, "padded": False, "partly": False},
-    "tiny scores": {"scale": 1e-3},
-    "scores far beyond the cap": {"scale": 300.0},
+    "tiny scores": {"times": 1e-3},
+    "scores far beyond the cap": {"times": 300.0},
     "a small cap": {"soft_cap": 0.5},
-    "large scores": {"scale": 20.0, "soft_cap": None, "sinks": None, "code": RowCode.NVFP4},
+    "large scores": {"times": 20.0, "soft_cap": None, "sinks": None, "code": RowCode.NVFP4},
+    "a scale": {"scale": 1.0, "times": 0.5},
+    "a scale, nvfp4": {"scale": 0.05, "soft_cap": None, "code": RowCode.NVFP4},
+    "a scale, bfloat16": {"scale": 1.0, "times": 0.5, "dtype": torch.bfloat16},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, fp8": {"dtype": torch.bfloat16, "code": RowCode.FP8},
     **{
@@ -63,6 +66,7 @@ class Case:
     queries: Tensor
     keys: Tensor | CodedRows
     values: Tensor | CodedRows
+    scale: float | None = None
     soft_cap: float | None = None
     sink_keys: Tensor | None = None
     sink_values: Tensor | None = None
@@ -107,7 +111,8 @@ class Case:
             sinks = (each.double().expand(len(keys), -1, -1, -1) for each in (self.sink_keys, self.sink_values))
             keys, values = (torch.cat(both, 2) for both in zip(sinks, (keys, values), strict=True))
             hidden = F.pad(hidden, (self.sink_keys.shape[1], 0))
-        scores = self.queries.double() @ keys.mT / self.queries.shape[3] ** 0.5
+        scale = self.queries.shape[3] ** -0.5 if self.scale is None else self.scale
+        scores = self.queries.double() @ keys.mT * scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -141,7 +146,8 @@ def random_case(
     partly: bool = True,
     windowed: bool = False,
     soft_cap: float | None = 5.0,
-    scale: float = 2.0,
+    times: float = 2.0,
+    scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     code: RowCode | None = None,
 ) -> Case:
@@ -161,9 +167,10 @@ def random_case(
     if windowed:
         first = torch.randint(-9, length, (batch, rows), generator=generator)
     return Case(
-        queries=normal(batch, heads, rows, head_dim) * scale,
+        queries=normal(batch, heads, rows, head_dim) * times,
         keys=stored(),
         values=stored(),
+        scale=scale,
         soft_cap=soft_cap,
         sink_keys=None if sinks is None else normal(heads, sinks, head_dim),
         sink_values=None if sinks is None else normal(heads, sinks, head_dim),
@@ -279,11 +286,14 @@ def test_a_hidden_key_may_hold_anything(implementation: str, by_mask: bool):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-def test_without_cap_and_sinks_it_is_torchs_attention(implementation: str, heads: int, kv_heads: int):
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_without_cap_and_sinks_it_is_torchs_attention(
+    implementation: str, heads: int, kv_heads: int, scale: float | None
+):
     """And joining heads copies nothing."""
-    sizes: dict[str, Any] = {"sinks": None, "partly": False, "soft_cap": None, "scale": 1.0, "masked": False}
-    case = random_case(heads=heads, kv_heads=kv_heads, **sizes).to(device_of(implementation))
-    expected = attend(case.queries, case.keys, case.values, Limits(~case.hidden()[:, 0]))
+    sizes: dict[str, Any] = {"sinks": None, "partly": False, "soft_cap": None, "times": 1.0, "masked": False}
+    case = random_case(heads=heads, kv_heads=kv_heads, scale=scale, **sizes).to(device_of(implementation))
+    expected = attend(case.queries, case.keys, case.values, Limits(~case.hidden()[:, 0]), scale=scale)
     mixed, _ = case.by(implementation)
     joined = mixed.transpose(1, 2).flatten(2)
     torch.testing.assert_close(joined, expected, rtol=0, atol=2e-6)

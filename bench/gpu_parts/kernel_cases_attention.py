@@ -49,6 +49,7 @@ class Attended:
     queries: Tensor
     keys: Tensor
     key_mask: Tensor | None = None
+    scale: float | None = None
     soft_cap: float | None = None
     sink_keys: Tensor | None = None
     values: Tensor | None = None
@@ -69,7 +70,7 @@ class Attended:
             scores = scores.masked_fill(~self.key_mask[:, None, None], -torch.inf)
         if self.sink_keys is not None:
             scores = torch.cat([self.queries.double() @ self.sink_keys.double().mT, scores], dim=3)
-        scores = scores / self.queries.shape[3] ** 0.5
+        scores = scores * (self.queries.shape[3] ** -0.5 if self.scale is None else self.scale)
         if self.soft_cap is None:
             return scores
         return (self.soft_cap * (scores / self.soft_cap).tanh()).where(scores > -torch.inf, -torch.inf)
@@ -121,6 +122,7 @@ class AttentionCase(KernelCase):
     length: int = CHECKED_KEYS
     masked: bool = False
     strided: bool = False
+    scale: float | None = None
     soft_cap: float | None = None
     sinks: int | None = None
 
@@ -147,6 +149,7 @@ class AttentionCase(KernelCase):
             queries=queries.transpose(1, 2) if self.strided else queries,
             keys=keys,
             key_mask=key_mask,
+            scale=self.scale,
             soft_cap=self.soft_cap,
             sink_keys=of_sinks(),
         )
@@ -216,7 +219,7 @@ class BlockAttention(AttentionCase):
         return replace(coded, bytes=store[:, :, _BESIDE:])
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "start", "stop")
+        beside = ("scale", "soft_cap", "sink_keys", "sink_values", "key_mask", "start", "stop")
         options = {name: getattr(given, name) for name in beside}
         keys, values = given.coded or (given.keys, given.values)
         mixed, whole = op(self.kernel)(given.queries, keys, values, **options)
@@ -245,7 +248,8 @@ class TorchAttention(AttentionCase):
         batch, _, _, head_dim = given.queries.shape
         # As `attend` does it: the heads that share a key head are more rows of that head.
         folded = given.queries.reshape(batch, given.keys.shape[1], -1, head_dim)
-        return (F.scaled_dot_product_attention(folded, given.keys, given.values, mask).view(given.queries.shape),)
+        mixed = F.scaled_dot_product_attention(folded, given.keys, given.values, mask, scale=given.scale)
+        return (mixed.view(given.queries.shape),)
 
 
 _FP16, _FP32 = torch.float16, torch.float32
@@ -257,7 +261,7 @@ CHECKED: tuple[KernelCase, ...] = (
     BlockAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
     BlockAttention(shape=DREAM, dtype=_FP32, masked=True, strided=True, sinks=2, **_CAPPED),
     BlockAttention(shape=LLADA, batch=2, rows=32, padded=True),
-    BlockAttention(shape=DREAM, rows=256, strided=True),
+    BlockAttention(shape=DREAM, rows=256, strided=True, scale=1 / 16),
     *(BlockAttention(shape=LLADA, batch=2, rows=32, padded=True, code=code) for code in RowCode),
     *(BlockAttention(shape=DREAM, rows=256, dtype=_FP16, strided=True, code=code) for code in RowCode),
     *(

@@ -38,19 +38,21 @@ class Limits:
     stop: Int[Tensor, "batch rows"] | None = None
 
 
-def attend(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Joined:
+def attend(
+    queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, *, scale: float | None = None, **softened: Any
+) -> Joined:
     """Attention over one part, heads concatenated. `block_attention` computes it if it is a kernel or torch cannot,
-    otherwise torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
+    otherwise torch. `scale`, and `soft_cap`, `sink_keys` and `sink_values` in `softened`: as in `block_attention`."""
     reference = for_device(block_attention, queries.device) is block_attention
     plain = all(value is None for value in (limits.start, limits.stop, *softened.values()))
     by_torch = plain and (reference or queries.shape[2] > MOST_ROWS)
     if by_torch and isinstance(keys, Tensor) and isinstance(values, Tensor):
-        return _by_torch(queries, keys, values, limits.key_mask)
-    return heads_joined(attend_part(queries, keys, values, limits, **softened)[0])
+        return _by_torch(queries, keys, values, limits.key_mask, scale)
+    return heads_joined(attend_part(queries, keys, values, limits, scale=scale, **softened)[0])
 
 
 def attend_part(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
-    """The same, with the log-sum-exp that a merge with other parts needs."""
+    """The same, `scale` in `softened`, with the log-sum-exp that a merge with other parts needs."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:
         start = pads if start is None else torch.maximum(pads, start)
@@ -75,13 +77,19 @@ def heads_joined(mixed: Heads) -> Joined:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _by_torch(queries: Heads, keys: Columns, values: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> Joined:
+def _by_torch(
+    queries: Heads,
+    keys: Columns,
+    values: Columns,
+    key_mask: Bool[Tensor, "batch length"] | None,
+    scale: float | None,
+) -> Joined:
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # Grouped queries: heads that share a key head become more rows of that head, so no key is ever copied.
     folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     mask = None if key_mask is None else key_mask[:, None, None]
-    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     # Backends return heads or rows as the outer axis in memory: an axis can be split in either.
     apart = mixed.unflatten(2, (heads // kv_heads, rows))
     return apart.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads * head_dim)
