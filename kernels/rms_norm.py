@@ -1,4 +1,4 @@
-"""Root-mean-square norm with a weight in Triton: a program a row, which reads it once."""
+"""Root-mean-square norm, most often with a weight, in Triton: a program a row, which reads it once."""
 
 import torch
 import triton
@@ -12,21 +12,25 @@ from tiered.kernels.rms_norm_ref import Hidden, check_norm
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    hidden, weight, normed, batch_step, row_step, rows, width, eps, ZERO_CENTRED: tl.constexpr, BLOCK: tl.constexpr
+    hidden, weight, normed, batch_step, row_step, rows, width, eps, OFFSET: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     element = tl.arange(0, BLOCK)
     inside = element < width
     x = tl.load(hidden + batch * batch_step + row * row_step + element, inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + element, inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = tl.load(weight + element, inside, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x) / width + eps)
     dtype: tl.constexpr = normed.dtype.element_ty
-    x = (1 + scale) * x if ZERO_CENTRED else x.to(dtype).to(tl.float32) * scale
+    if weight is not None:
+        x = x.to(dtype).to(tl.float32) * scale if OFFSET is None else (OFFSET + scale) * x
     tl.store(normed + (batch * rows + row) * width + element, x.to(dtype), inside)
 
 
-def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zero_centred: bool = False) -> Hidden:
+def rms_norm(
+    hidden: Hidden, weight: Float[Tensor, " width"] | None, eps: float, *, offset: float | None = None
+) -> Hidden:
     """As in rms_norm_ref.py."""
     check_norm(hidden, weight)
     batch, rows, width = hidden.shape
@@ -35,8 +39,9 @@ def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zer
     if normed.numel() == 0:
         return normed
     block = triton.next_power_of_2(width)
-    arguments = hidden, weight.contiguous(), normed, *hidden.stride()[:2], rows, width, eps
-    options = {"ZERO_CENTRED": zero_centred, "BLOCK": block, "num_warps": _warps(block)}
+    weight = None if weight is None else weight.contiguous()
+    arguments = hidden, weight, normed, *hidden.stride()[:2], rows, width, eps
+    options = {"OFFSET": offset, "BLOCK": block, "num_warps": _warps(block)}
     launch(_rms_norm, (rows, batch), *arguments, **options, on=hidden)
     return normed
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv 1910.07467) with a weight: the oracle, in plain torch."""
+"""Root-mean-square norm (arXiv 1910.07467), most often with a weight: the oracle, in plain torch."""
 
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -7,24 +7,28 @@ from torch import Tensor
 Hidden = Float[Tensor, "batch rows width"]
 
 
-def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zero_centred: bool = False) -> Hidden:
+def rms_norm(
+    hidden: Hidden, weight: Float[Tensor, " width"] | None, eps: float, *, offset: float | None = None
+) -> Hidden:
     """x / √(mean(x²) + eps) of each row x in float32, rounded to the dtype of `hidden`, times `weight`, rounded again.
 
     Args:
-        zero_centred: the scale is 1 + `weight`, in float32 too, so the result is rounded once.
+        weight: None for the norm alone, rounded once.
+        offset: the scale is `offset` + `weight`, in float32 too, so the result is rounded once. None for two roundings.
 
     Raises:
         ValueError: `weight` has another width or dtype.
     """
     check_norm(hidden, weight)
-    if zero_centred:
-        return ((1 + weight.float()) * F.rms_norm(hidden.float(), weight.shape, eps=eps)).to(hidden.dtype)
-    return F.rms_norm(hidden.float(), weight.shape, eps=eps).to(hidden.dtype) * weight
+    if weight is not None and offset is not None:
+        return ((offset + weight.float()) * F.rms_norm(hidden.float(), weight.shape, eps=eps)).to(hidden.dtype)
+    normed = F.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)
+    return normed if weight is None else normed * weight
 
 
-def check_norm(hidden: Hidden, weight: Float[Tensor, " width"]) -> None:
-    """Raise `ValueError` unless `weight` has the width and dtype of `hidden`."""
-    if weight.shape != hidden.shape[-1:] or weight.dtype != hidden.dtype:
+def check_norm(hidden: Hidden, weight: Float[Tensor, " width"] | None) -> None:
+    """Raise `ValueError` unless `weight` has the width and dtype of `hidden`, or is None."""
+    if weight is not None and (weight.shape != hidden.shape[-1:] or weight.dtype != hidden.dtype):
         raise ValueError(
             f"weight {tuple(weight.shape)} of {weight.dtype} does not fit hidden {tuple(hidden.shape)} of "
             f"{hidden.dtype}: width and dtype must be equal"

@@ -43,30 +43,33 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Ten
     return hidden.to(device, dtype), weight.to(device, dtype)
 
 
-def true(hidden: Tensor, weight: Tensor, zero_centred: bool) -> Tensor:
-    x = hidden.double()
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + zero_centred)
+def true(hidden: Tensor, weight: Tensor | None, offset: float | None) -> Tensor:
+    x, scale = hidden.double(), 1.0 if weight is None else weight.double() + (offset or 0.0)
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * scale
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("zero_centred", [False, True])
-def test_it_is_the_norm(implementation: str, shape: str, dtype: torch.dtype, zero_centred: bool):
+@pytest.mark.parametrize(("weighted", "offset"), [(True, None), (True, 0.0), (True, 1.0), (False, None)])
+def test_it_is_the_norm(implementation: str, shape: str, dtype: torch.dtype, weighted: bool, offset: float | None):
     hidden, weight = inputs(SHAPES[shape], dtype, device_of(implementation))
-    normed = norm(implementation)(hidden, weight, EPS, zero_centred=zero_centred)
+    weight = weight if weighted else None
+    normed = norm(implementation)(hidden, weight, EPS, offset=offset)
     assert normed.dtype == dtype
-    torch.testing.assert_close(normed.double(), true(hidden, weight, zero_centred), rtol=TOLERANCE[dtype], atol=1e-6)
+    torch.testing.assert_close(normed.double(), true(hidden, weight, offset), rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_it_is_rounded_before_the_weight(implementation: str):
+@pytest.mark.parametrize("offset", [None, 0.0])
+def test_it_is_rounded_before_the_weight_unless_it_has_an_offset(implementation: str, offset: float | None):
     """In float16, where each of the two roundings shows."""
     hidden, weight = inputs((2, 3, 256), torch.float16, device_of(implementation))
     x = hidden.float()
     once = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    expected, other = once.half() * weight, (once * weight.float()).half()
-    normed = norm(implementation)(hidden, weight, EPS)
+    twice, once = once.half() * weight, (once * weight.float()).half()
+    expected, other = (twice, once) if offset is None else (once, twice)
+    normed = norm(implementation)(hidden, weight, EPS, offset=offset)
     assert (normed != expected).double().mean() < 0.01 < (normed != other).double().mean()
 
 

@@ -15,32 +15,33 @@ _EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(KernelCase):
-    """Given: hidden states of all `length` columns, of which the last `rows` are normed; a weight."""
+    """Given: hidden states of all `length` columns, of which the last `rows` are normed; a weight, if `weighted`."""
 
     kernel, roundings = "rms_norm", 2
     batch: int = 2
     rows: int = 257
     length: int = 300
     width: int
-    zero_centred: bool = False
+    offset: float | None = None
+    weighted: bool = True
 
     def tiny(self) -> Self:
         return replace(self, rows=5, length=9, width=24 + self.width % 16)
 
-    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        weight = normal(generator, self.width, dtype=self.dtype)
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        weight = normal(generator, self.width, dtype=self.dtype) if self.weighted else None
         return normal(generator, self.batch, self.length, self.width, dtype=self.dtype), weight
 
-    def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, given: tuple[Tensor, Tensor | None], room: Sequence[Tensor]) -> Sequence[Tensor]:
         hidden, weight = given
-        return (op(self.kernel)(hidden[:, -self.rows :], weight, _EPS, zero_centred=self.zero_centred),)
+        return (op(self.kernel)(hidden[:, -self.rows :], weight, _EPS, offset=self.offset),)
 
-    def truth(self, given: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
-        hidden, weight = (part.double() for part in given)
-        hidden = hidden[:, -self.rows :]
-        return (hidden / (hidden.square().mean(-1, keepdim=True) + _EPS).sqrt() * (weight + self.zero_centred),)
+    def truth(self, given: tuple[Tensor, Tensor | None]) -> Sequence[Tensor]:
+        hidden, weight = given[0][:, -self.rows :].double(), given[1]
+        scale = 1.0 if weight is None else weight.double() + (self.offset or 0.0)
+        return (hidden / (hidden.square().mean(-1, keepdim=True) + _EPS).sqrt() * scale,)
 
-    def moved(self, given: tuple[Tensor, Tensor]) -> int:
+    def moved(self, given: tuple[Tensor, Tensor | None]) -> int:
         return 2 * size(given[0][:, -self.rows :]) + size(given[1])
 
 
@@ -124,7 +125,9 @@ class SiluMul(KernelCase):
 CHECKED: tuple[KernelCase, ...] = (
     RmsNorm(width=4096),
     RmsNorm(width=3584),
-    RmsNorm(width=8192, dtype=torch.float32, zero_centred=True),
+    RmsNorm(width=8192, dtype=torch.float32, offset=1.0),
+    RmsNorm(width=256, rows=2056, length=2056, offset=0.0),
+    RmsNorm(width=256, rows=2056, length=2056, weighted=False),
     Rotate(heads=32),
     Rotate(heads=28, tables=2),
     Rotate(heads=4, rows=5003, scattered=False, dtype=torch.float32),

@@ -8,16 +8,18 @@ COMPILATIONS = tuple(
     Compilation(
         kernel=_rms_norm,
         types={"hidden weight normed": f"*{dtype}", "batch_step row_step rows width": "i32", "eps": "fp32"},
-        constexprs={"ZERO_CENTRED": zero_centred, "BLOCK": block},
+        constexprs={"OFFSET": offset, "BLOCK": block} | of_weight,
         num_warps=_warps(block),
     )
-    for dtype, block, zero_centred in [
-        ("bf16", 4096, False),
-        ("bf16", 4096, True),
-        ("fp16", 4096, False),
-        ("fp32", 4096, False),
-        ("bf16", 8192, False),
-        ("fp32", 8192, True),
-        ("fp32", 64, False),
+    for dtype, block, offset, of_weight in [
+        ("bf16", 4096, None, {}),
+        ("bf16", 4096, 1.0, {}),
+        ("fp16", 4096, None, {}),
+        ("fp32", 4096, None, {}),
+        ("bf16", 8192, None, {}),
+        ("fp32", 8192, 1.0, {}),
+        ("fp32", 64, None, {}),
+        ("bf16", 256, 0.0, {}),
+        ("bf16", 256, None, {"weight": None}),
     ]
 )

@@ -31,18 +31,18 @@ RouterProbe = Callable[[int, Int[Tensor, "rows picked"], list[int]], None]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, rounded to the model's dtype, then scaled by the weight. If `zero_centred`, it
-    is scaled by 1 + weight before rounding."""
+    """Root-mean-square norm in float32, rounded to the model's dtype, then scaled by the weight. Unless `offset` is
+    None, it is scaled by offset + weight before rounding."""
 
-    zero_centred: ClassVar[bool] = False
+    offset: ClassVar[float | None] = None
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.zero_centred else 1.0))
+        self.weight = nn.Parameter(torch.full((width,), 1 - (self.offset or 0.0)))
         self.eps = eps
 
     def forward(self, hidden: Hidden) -> Hidden:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=self.zero_centred)
+        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, offset=self.offset)
 
 
 class Block(nn.Module):

@@ -87,7 +87,7 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
 
 
 class ZeroCentredNorm(RMSNorm):
-    zero_centred = True
+    offset = 1.0
 
 
 class Gidd(DiffusionModel):
