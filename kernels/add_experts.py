@@ -19,9 +19,9 @@ from torch import Tensor
 from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.expert_table import TILE_ROWS, ExpertTable, Matrix, scratch_numbers
+from tiered.kernels.gate_mul import gated
 from tiered.kernels.launch import launch
 from tiered.kernels.row_code import RowLayout
-from tiered.kernels.silu_mul import gated
 from tiered.kernels.tile_product import tile_product
 from tiered.kernels.weight_product import tile_of, warps_of
 
@@ -84,7 +84,7 @@ def _expert_product(
         found = tile_product(row_start, given, weight, output, there, ROW, UPCAST, TILE)
         if GATED:
             up = tile_product(row_start, given, weight, output + out, there, ROW, UPCAST, TILE)
-            answer = gated(found.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+            answer = gated(found.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), "silu", dtype)
         else:
             answer = found.to(dtype)
         target = product + place.to(tl.int64)[None, :] * out + output[:, None]

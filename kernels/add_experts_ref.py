@@ -12,8 +12,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.expert_table import ExpertTable, Matrix
+from tiered.kernels.gate_mul_ref import gate_mul
 from tiered.kernels.projection import few_at_a_time, project_few
-from tiered.kernels.silu_mul_ref import silu_mul
 
 
 class Picks(NamedTuple):
@@ -58,8 +58,8 @@ def _answer(rows: Float[Tensor, "rows width"], gate_up: Matrix, down: Matrix) ->
 
 
 def _gated(gate: Float[Tensor, "rows inner"], up: Float[Tensor, "rows inner"]) -> Float[Tensor, "rows inner"]:
-    """`silu_mul`. On a CPU by `exp`, whose result does not depend on an element's place. That of torch's σ does."""
+    """`gate_mul`. On a CPU by `exp`, whose result does not depend on an element's place. That of torch's σ does."""
     if not gate.is_cpu:
-        return silu_mul(gate, up)
+        return gate_mul(gate, up)
     gated = gate.to(torch.float32, copy=True).neg_().exp_().add_(1)
     return torch.div(gate, gated, out=gated).to(gate.dtype).mul_(up)

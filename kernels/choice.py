@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from tiered.kernels.silu_mul_ref import silu_mul
+from tiered.kernels.gate_mul_ref import gate_mul
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +41,7 @@ def check_kernels(device: torch.device) -> None:
 
 def _launch_smallest(device: torch.device) -> None:
     one = torch.ones(1, 1, device=device)
-    _triton(silu_mul)(one, one).item()  # waits for the kernel, so that its failure is raised here
+    _triton(gate_mul)(one, one).item()  # waits for the kernel, so that its failure is raised here
 
 
 @functools.cache

@@ -28,9 +28,9 @@ from tiered.forward.library_bytes import gpu_of
 from tiered.forward.together import shared_bytes
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.choice import for_device
+from tiered.kernels.gate_mul_ref import gate_mul
 from tiered.kernels.host_values import on_device
 from tiered.kernels.rms_norm_ref import rms_norm
-from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.registry import POLICIES, make_policy, policies_for
 from tiered.prepare import PreparedCall
@@ -265,7 +265,7 @@ OF_HOST = torch.ones(4)
         (lambda there: there.copy_(OF_HOST, non_blocking=True), ["copy"]),
         (lambda there: there.copy_(OF_HOST.pin_memory(), non_blocking=True), []),
         (lambda there: on_device([1, 2], DEVICE), []),
-        (lambda there: for_device(silu_mul, DEVICE)(there, there), []),
+        (lambda there: for_device(gate_mul, DEVICE)(there, there), []),
         (lambda there: for_device(rms_norm, DEVICE)(there[None, None], OF_HOST, 1e-6), None),
     ],
 )

@@ -1,16 +1,23 @@
 """Cases of what a layer computes beside its matrix products and its attention: norm, rotation, gate."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
 from gpu_parts.kernel_cases_attention import TIMED_KEYS
+from tiered.kernels.gate_mul_ref import Activation
 
 _EPS = 1e-5
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +104,13 @@ class Rotate(KernelCase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiluMul(KernelCase):
+class GateMul(KernelCase):
     """Given: two branches of an MLP."""
 
-    kernel, roundings = "silu_mul", 2
+    kernel, roundings = "gate_mul", 2
     rows: int = 257
     width: int
+    activation: Activation = "silu"
 
     def tiny(self) -> Self:
         return replace(self, rows=11, width=100 + self.width % 16)
@@ -112,11 +120,11 @@ class SiluMul(KernelCase):
         return gate * 3, up
 
     def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (op(self.kernel)(*given),)
+        return (op(self.kernel)(*given, self.activation),)
 
     def truth(self, given: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
         gate, up = (part.double() for part in given)
-        return (gate * gate.sigmoid() * up,)
+        return (ACTIVATIONS[self.activation](gate) * up,)
 
     def moved(self, given: tuple[Tensor, Tensor]) -> int:
         return 3 * size(given[0])
@@ -131,11 +139,12 @@ CHECKED: tuple[KernelCase, ...] = (
     Rotate(heads=32),
     Rotate(heads=28, tables=2),
     Rotate(heads=4, rows=5003, scattered=False, dtype=torch.float32),
-    SiluMul(width=12288),
-    SiluMul(width=1023, dtype=torch.float32),
+    GateMul(width=12288),
+    GateMul(width=1023, dtype=torch.float32),
+    GateMul(width=2112, activation="gelu"),
 )
 TIMED: tuple[KernelCase, ...] = (
     RmsNorm(width=4096, batch=1, rows=32, length=32),
     Rotate(heads=32, batch=1, rows=32, length=TIMED_KEYS),
-    SiluMul(width=12288, rows=32),
+    GateMul(width=12288, rows=32),
 )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.gate_mul_ref import gate_mul
 from tiered.kernels.projection import project
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
-from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
@@ -182,7 +182,7 @@ class DiffusionModel(nn.Module):
         return self._project(normed, getattr(self.blocks[layer], name))
 
     def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
-        multiply = for_device(silu_mul, normed.device)
+        multiply = for_device(gate_mul, normed.device)
         # No name keeps a factor alive until the last projection.
         gated = multiply(self._project(normed, gate), self._project(normed, up))
         return self._project(gated, out)
