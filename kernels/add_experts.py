@@ -20,6 +20,7 @@ from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.expert_table import TILE_ROWS, ExpertTable, Matrix, scratch_numbers
 from tiered.kernels.gate_mul import gated
+from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.launch import launch
 from tiered.kernels.row_code import RowLayout
 from tiered.kernels.tile_product import tile_product
@@ -63,10 +64,10 @@ def _align(experts, addresses, order, places, tiles, pairs, CHUNK: tl.constexpr)
 @triton.jit(do_not_specialize=["order", "tiles", "picked", "which"])
 def _expert_product(
     rows, order, tiles, addresses, product, picked, which, out,
-    GATED: tl.constexpr, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr,
+    ACTIVATION: tl.constexpr, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of one tile times the matrix `which` of its expert. If GATED, they are rows of the model, and the matrix
-    is a gate of `out` rows followed by as many others. Otherwise `rows` has one for each place."""
+    """The rows of one tile times the matrix `which` of its expert. With an ACTIVATION they are rows of the model, and
+    the matrix is a gate of `out` rows followed by as many others. Without one `rows` has one for each place."""
     tile = tiles + tl.program_id(0) * 3
     number = tl.load(tile)
     if number >= 0:
@@ -75,16 +76,16 @@ def _expert_product(
         output = (tl.program_id(1) * TILE.out + tl.arange(0, TILE.out)).to(tl.int64)
         there = output < out
         row = place
-        if GATED:
+        if ACTIVATION is not None:
             row = tl.load(order + place, given, other=0) // picked
         row_start = rows + row.to(tl.int64) * ROW.elements
         address = tl.load(addresses + number * 3 + 1 + which)
         weight = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
         dtype: tl.constexpr = product.dtype.element_ty
         found = tile_product(row_start, given, weight, output, there, ROW, UPCAST, TILE)
-        if GATED:
+        if ACTIVATION is not None:
             up = tile_product(row_start, given, weight, output + out, there, ROW, UPCAST, TILE)
-            answer = gated(found.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), "silu", dtype)
+            answer = gated(found.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
         else:
             answer = found.to(dtype)
         target = product + place.to(tl.int64)[None, :] * out + output[:, None]
@@ -113,6 +114,7 @@ def add_experts(
     picks: Picks,
     table: ExpertTable,
     only: Sequence[int],
+    activation: Activation = "silu",
 ) -> None:
     """As in add_experts_ref.py. `total` has no gaps."""
     if not len(only) or not rows.numel():
@@ -131,11 +133,14 @@ def add_experts(
     inner = down.shape[1]
     gates, answers = rows.new_empty(pairs, inner), rows.new_empty(pairs, width)
     shared = {"UPCAST": not rows.is_cuda, "TILE": tile, "num_warps": warps_of(tile), "on": rows}
-    for which, matrix, source, product in ((0, gate_up, rows, gates), (1, down, gates, answers)):
+    for which, matrix, source, product, by in (
+        (0, gate_up, rows, gates, activation),
+        (1, down, gates, answers, None),
+    ):
         out = product.shape[1]
         grid = len(tiles) // 3, -(-out // tile.out)
         arguments = source, order, tiles, addresses, product, picked, which, out
-        launch(_expert_product, grid, *arguments, GATED=not which, ROW=_layout(matrix), **shared)
+        launch(_expert_product, grid, *arguments, ACTIVATION=by, ROW=_layout(matrix), **shared)
     grid = count, -(-width // _CHUNK)
     options = {"CHUNK": _CHUNK, "enable_fp_fusion": False}  # the same bits wherever a sum begins
     launch(_sum, grid, total, answers, places, weights, picked, width, **options, on=rows)

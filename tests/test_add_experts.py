@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tiered.kernels import add_experts_ref
 from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.expert_table import ExpertTable
+from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
 from tiered.models.shape import Experts
 
@@ -25,6 +27,10 @@ EXPERTS, PICKED, WIDTH, INNER = 7, 3, 72, 40
 # Of the largest number. The interpreter cuts bfloat16 instead of rounding it, at each of three steps.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 CODES = [None, *WeightCode]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * x.sigmoid(),
+    "gelu": lambda x: x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+}
 
 
 def op(implementation: str) -> Callable[..., None]:
@@ -57,15 +63,28 @@ def given(
     return rows, Picks(experts.to(device), weights.to(device)), ExpertTable.of_stacks(gate_up, down, EXPERTS)
 
 
-def added(implementation: str, rows: Tensor, picks: Picks, table: ExpertTable, *groups: Sequence[int]) -> Tensor:
+def added(
+    implementation: str,
+    rows: Tensor,
+    picks: Picks,
+    table: ExpertTable,
+    *groups: Sequence[int],
+    activation: Activation = "silu",
+) -> Tensor:
     """The answers of all experts that are picked, added to ones; or of `groups` of experts, one after the other."""
     total = torch.ones(rows.shape, device=rows.device)
     for only in groups or [picks.experts.unique().tolist()]:
-        op(implementation)(total, rows, picks, table, only)
+        op(implementation)(total, rows, picks, table, only, activation)
     return total
 
 
-def expected(rows: Tensor, picks: Picks, table: ExpertTable, only: Sequence[int] = range(EXPERTS)) -> Tensor:
+def expected(
+    rows: Tensor,
+    picks: Picks,
+    table: ExpertTable,
+    only: Sequence[int] = range(EXPERTS),
+    activation: Activation = "silu",
+) -> Tensor:
     """By the definition, in float64."""
     total = torch.ones(rows.shape, dtype=torch.float64, device=rows.device)
     for row, (experts, weights) in enumerate(zip(picks.experts.tolist(), picks.weights.tolist(), strict=True)):
@@ -75,33 +94,42 @@ def expected(rows: Tensor, picks: Picks, table: ExpertTable, only: Sequence[int]
                     (each.values() if isinstance(each, CodedRows) else each).double() for each in table.matrices(expert)
                 )
                 gate, up = (gate_up @ rows[row].double()).chunk(2)
-                total[row] += weight * (down @ (gate * gate.sigmoid() * up))
+                total[row] += weight * (down @ (ACTIVATIONS[activation](gate) * up))
     return total
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("code", CODES)
-def test_it_adds_what_the_experts_answer(implementation: str, code: WeightCode | None, dtype: torch.dtype):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_adds_what_the_experts_answer(
+    implementation: str, code: WeightCode | None, dtype: torch.dtype, activation: Activation
+):
     rows, picks, table = given(device_of(implementation), 21, dtype, code)
-    total, wanted = added(implementation, rows, picks, table), expected(rows, picks, table)
+    total = added(implementation, rows, picks, table, activation=activation)
+    wanted = expected(rows, picks, table, activation=activation)
     assert total.dtype == torch.float32
     assert (total - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("dtype", "code"), [(torch.float32, None), (torch.bfloat16, WeightCode.INT4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "code", "activation"),
+    [(torch.float32, None, "silu"), (torch.float32, None, "gelu"), (torch.bfloat16, WeightCode.INT4, "gelu")],
+    ids=str,
+)
 def test_bits_depend_on_no_other_row_and_no_other_expert(
-    implementation: str, dtype: torch.dtype, code: WeightCode | None
+    implementation: str, dtype: torch.dtype, code: WeightCode | None, activation: Activation
 ):
     rows, picks, table = given(device_of(implementation), 40, dtype, code)
-    whole = added(implementation, rows, picks, table)
+    answers = partial(added, implementation, activation=activation)
+    whole = answers(rows, picks, table)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(rows.device)
     for some in (order, order[:1], order[:17]):
         mine = Picks(picks.experts[some], picks.weights[some])
-        assert torch.equal(added(implementation, rows[some], mine, table), whole[some])
+        assert torch.equal(answers(rows[some], mine, table), whole[some])
     # Groups of experts one above the other; one has none, one has an expert that no row picked.
-    assert torch.equal(added(implementation, rows, picks, table, [0, 1], [], [2], [3, 4, 5, 6]), whole)
+    assert torch.equal(answers(rows, picks, table, [0, 1], [], [2], [3, 4, 5, 6]), whole)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

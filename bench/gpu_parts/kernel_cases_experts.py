@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
+from gpu_parts.kernel_cases_layer import ACTIVATIONS
 from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.expert_table import ExpertTable, Matrix
+from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
 
 
@@ -36,6 +38,7 @@ class AddExperts(KernelCase):
     picked: int = 8
     width: int = 2048
     inner: int = 512
+    activation: Activation = "silu"
 
     def tiny(self) -> Self:
         return replace(self, rows=min(self.rows, 19), experts=5, picked=2, width=48, inner=40)
@@ -54,7 +57,7 @@ class AddExperts(KernelCase):
         return Given(total, rows, Picks(experts, highest.values), table, experts.unique().tolist())
 
     def run(self, given: Given, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        op(self.kernel)(room[0], *given[1:])
+        op(self.kernel)(room[0], *given[1:], self.activation)
         return room
 
     def truth(self, given: Given) -> Sequence[Tensor]:
@@ -66,7 +69,7 @@ class AddExperts(KernelCase):
             )
             row, pick = (given.picks.experts == expert).nonzero().T
             gate, up = (rows[row] @ gate_up.mT).chunk(2, dim=1)
-            total[row] += given.picks.weights[row, pick, None] * ((gate * gate.sigmoid() * up) @ down.mT)
+            total[row] += given.picks.weights[row, pick, None] * ((ACTIVATIONS[self.activation](gate) * up) @ down.mT)
         return (total,)
 
     def moved(self, given: Given) -> int:
@@ -78,8 +81,8 @@ class AddExperts(KernelCase):
 
 
 def _wide(code: WeightCode | None) -> AddExperts:
-    """Of the sizes of DiffusionGemma, whose canvases are wide."""
-    return AddExperts(code=code, rows=256, experts=128, width=2816, inner=704)
+    """Of the sizes and the activation of DiffusionGemma, whose canvases are wide."""
+    return AddExperts(code=code, rows=256, experts=128, width=2816, inner=704, activation="gelu")
 
 
 CHECKED: tuple[KernelCase, ...] = (

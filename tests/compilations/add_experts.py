@@ -7,8 +7,8 @@ from tiered.kernels.expert_table import TILE_ROWS
 from tiered.kernels.row_code import RowLayout, WeightCode
 from tiered.kernels.weight_product import tile_of, warps_of
 
-# LLaDA2-mini's and DiffusionGemma's: width, and width of an expert.
-_SIZES = (2048, 512), (2816, 704)
+# LLaDA2-mini's and DiffusionGemma's: width, width of an expert, and its activation.
+_SIZES = (2048, 512, "silu"), (2816, 704, "gelu")
 
 COMPILATIONS = (
     *(
@@ -20,17 +20,17 @@ COMPILATIONS = (
                 "addresses": "*i64",
                 "picked which out": "i32",
             },
-            constexprs={"GATED": gated, "ROW": row, "UPCAST": False, "TILE": tile},
+            constexprs={"ACTIVATION": activation, "ROW": row, "UPCAST": False, "TILE": tile},
             multiples="rows addresses product out",
             num_warps=warps_of(tile),
         )
-        for dtype, element_bytes, (width, inner) in (
+        for dtype, element_bytes, (width, inner, of_gate) in (
             ("bf16", 2, _SIZES[0]),
             ("bf16", 2, _SIZES[1]),
             ("fp16", 2, _SIZES[0]),
             ("fp32", 4, _SIZES[0]),
         )
-        for gated, elements in ((True, width), (False, inner))
+        for activation, elements in ((of_gate, width), (None, inner))
         for row in (
             *(RowLayout.of(code, elements) for code in reversed(WeightCode)),
             RowLayout.raw(elements, element_bytes),
