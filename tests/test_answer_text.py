@@ -18,7 +18,7 @@ class Bytes:
 
 
 def text_of(stop: Sequence[str] = (), most: int | None = None) -> AnswerText:
-    return AnswerText(cast(Any, Bytes()), eos_token_id=END, stop=stop, most=most)
+    return AnswerText(cast(Any, Bytes()), ends=[END], stop=stop, most=most)
 
 
 @pytest.mark.parametrize(

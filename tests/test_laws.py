@@ -72,6 +72,16 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "edited": {"threshold": 0.3, "editing_threshold": 0.2, "max_post_steps": 3},
     "edited, sampled": {"threshold": 0.3, "editing_threshold": 0.3, "temperature": 0.8, "top_k": 40, "seed": 7},
 }
+RANDOM: dict[str, dict[str, Any]] = {
+    "entropy bound": {"entropy_bound": 3.0, "t_max": 0.3, "t_min": 0.1, "block_steps": 6, "seed": 8},
+    "stable": {
+        "entropy_bound": 6.0,
+        "confidence_threshold": 2.0,
+        "stability_threshold": 0,
+        "block_steps": 6,
+        "seed": 9,
+    },
+}
 # By family, its recorded checkpoint, or a config.json whose weights are random (512 tokens or more); and the rules that
 # it meets; where a policy takes none of them, it meets "random".
 FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
@@ -82,12 +92,13 @@ FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
     "sdar": ("sdar/sdar_tiny", (*IN_BLOCKS, "one a step", "random", "threshold", "by time, drawn")),
     "sdar-moe": ("sdar_moe/sdar_moe_tiny", ("quota", "quota, sampled", "edited")),
     "llada2": ("llada2/llada2_tiny", ("quota, above", "quota, guided", "edited", "edited, sampled")),
+    "diffusion-gemma": ("diffusion_gemma/dgemma_tiny", tuple(RANDOM)),
 }
-RULES |= REWRITING | IN_BLOCKS
+RULES |= REWRITING | IN_BLOCKS | RANDOM
 # Families whose answers are rewritten: of uniform noise.
 UNIFORM = {family for family, (_, rules) in FAMILIES.items() if set(rules) <= set(REWRITING)}
 # Families whose rows see their block and what is in front of it.
-SEES_BLOCKS = {"sdar", "sdar-moe", "llada2"}
+SEES_BLOCKS = {"sdar", "sdar-moe", "llada2", "diffusion-gemma"}
 # Caches that are stale. Under the noise mask the prefix cache is exact.
 STALE = {
     family: ("fast_dllm_prefix", "fast_dllm_dual")[family in UNIFORM :]

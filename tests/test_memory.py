@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -72,9 +73,9 @@ def test_the_ledger_is_what_torch_allocates(case: str, model: LLaDA):
 def test_what_is_not_booked_is_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
     made = FeatureStore.__init__
 
-    def greedy(self: FeatureStore, sizes: CallShape, features: Any, device: torch.device) -> None:
-        made(self, replace(sizes, context=sizes.context + 64), features, device)
-        for tensor in self._tensors.values():
+    def greedy(self: FeatureStore, sizes: CallShape, *others: Any) -> None:
+        made(self, replace(sizes, context=sizes.context + 64), *others)
+        for tensor in chain.from_iterable(self._tensors.values()):
             tensor.zero_()  # what nobody writes would else be NaN
 
     monkeypatch.setattr(FeatureStore, "__init__", greedy)

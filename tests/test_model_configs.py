@@ -434,7 +434,7 @@ def test_a_special_token_under_a_key_of_the_family(changes: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "names no model_type; allowed: llada, Dream, gidd"),
+        ({}, "names no model_type; allowed: llada, Dream, diffusion_gemma, gidd"),
         ({"model_type": "dream"}, "unknown model_type 'dream'; did you mean 'Dream'"),
         ({"model_type": "llama4"}, "unknown model_type 'llama4'"),
         ({"model_type": ["llada"]}, "unknown model_type"),

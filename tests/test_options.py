@@ -174,7 +174,7 @@ def test_steps_per_block(given: dict[str, Any], block: int, blocks: int, steps_p
         pytest.param({"alg": "low_confidence"}, {"commit": "static"}, Static(), id="low_confidence"),
         pytest.param(
             {"max_denoising_steps": 48, "max_new_tokens": 64},
-            {"steps": 48, "max_new_tokens": 64},
+            {"block_steps": 48, "max_new_tokens": 64},
             Static(),
             id="DiffusionGemma",
         ),

@@ -37,6 +37,7 @@ SKETCHES = {
     "llada = tiered.from_pretrained(": "needs weights; tests/test_goldens.py has tiny ones",
     "sdar = tiered.from_pretrained(": "needs weights; tests/test_sdar_goldens.py has tiny ones",
     "llada2 = tiered.from_pretrained(": "needs weights; tests/test_mixture_goldens.py has tiny ones",
+    "gemma = tiered.from_pretrained(": "needs weights; tests/test_diffusion_gemma.py has tiny ones",
     "client = openai.OpenAI(": "needs a server; tests/test_server.py starts one",
     "import ray": "needs a cluster; tests/test_ray.py starts one",
     "from ray import serve": "needs a cluster; tests/test_ray.py starts one",

@@ -66,6 +66,18 @@ def llada2(width: int, layers: int, heads: int, dense: int, expert: int) -> int:
             136 * 1024,
             "mask",
         ),
+        (
+            # 30 layers of 16 heads: 25 with 8 key heads of 256, 5 with 2 of 512 and without values of their own.
+            "diffusion-gemma",
+            262144 * 2816
+            + 2816 * 2
+            + 3 * 2816 * 2112
+            + 25 * (2 * 4096 * 2816 + 2 * 2048 * 2816 + 2 * 256)
+            + 5 * (2 * 8192 * 2816 + 1024 * 2816 + 2 * 512)
+            + 30 * (136 * 2816 + 3 * 2816 * 2112 + 128 * (3 * 2816 * 704 + 1) + 2),
+            2 * 5 * 1024 * 2,
+            "random",
+        ),
         ("gidd-unif-10b", 2 * 131072 * 4608 + 4608 + 34 * (12 * 4608**2 + 11 * 4608), 612 * 1024, "uniform"),
     ],
 )

@@ -78,9 +78,9 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
     block, weights = slice(start, start + BLOCK), []
     for layer in range(shape.layers):
         normed = model.attention_norm(layer, pass_.hidden)
-        queries = model.queries(layer, normed, forward.rotary)[0, :, block].double()
+        queries = model.queries(layer, normed, forward.rotary[0])[0, :, block].double()
         # Of the layer before its store is written, by itself: what `dense` writes must be the same.
-        keys = model.keys(layer, normed, forward.rotary)[0].double()
+        keys = model.keys(layer, normed, forward.rotary[0])[0].double()
         values = model.values(layer, normed)[0].double()
         if layer == shape.layers - 1:  # else the residual stream changes below
             pass_ = replace(pass_, output=block)

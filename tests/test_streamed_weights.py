@@ -49,7 +49,7 @@ from tiered.runtime import Runtime
 from tiered.serving.scheduler import Scheduler
 
 LAYERS, PROMPT, CPU = 6, 44, torch.device("cpu")
-SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16}
+SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16, "seed": 0}
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
 LLAMA = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 160}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -77,8 +77,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "sdar_moe", **LLAMA, "num_key_value_heads": 2, "max_position_embeddings": 256, "num_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True,
     },
+    "diffusion-gemma": {
+        "model_type": "diffusion_gemma", "canvas_length": 16, "text_config": {
+            **LLAMA, **TOKENS, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "sliding_window": 12,
+            "max_position_embeddings": 256, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 48,
+        },
+    },
 }  # fmt: skip
-BLOCKS = ("llada2", "sdar-moe")  # which their rows see
+BLOCKS = ("llada2", "sdar-moe", "diffusion-gemma")  # which their rows see
 OPTIONS: dict[str, dict[str, Any]] = {"polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0}}
 # Policies that must know what a step commits go with no rule that rewrites.
 CASES = [

@@ -39,11 +39,13 @@ def denoiser(
     model, device = context.model, context.device
     options, sizes, policy, shape = call.options, call.sizes, call.choice.policy, model.shape
     # A call without random numbers does not advance torch's default stream.
-    draws = options.draws or (call.prior is None and shape.noise == "uniform")
+    draws = options.draws or (call.prior is None and shape.noise != "mask")
     generators = Generators(options.seed if draws else 0, sizes.batch, device)
     prior = call.prior
     if prior is None and model.noise is not None:
         prior = generators.prior(options.columns, model.noise)
+    if prior is None and shape.noise == "random":
+        prior = generators.tokens(sizes.answer or 0, shape.vocab_size)
     canvas = Canvas(
         call.packed.ids.to(device),
         call.packed.pads.to(device),
@@ -60,7 +62,7 @@ def denoiser(
         canvas,
         model,
         max_new_tokens=options.max_new_tokens,
-        ends=options.ends(model.eos_token_id),
+        ends=options.ends(*model.ends),
         stop_at_eos=options.stop_at_eos,
         output_history=options.output_history,
         streamer=streamer,
@@ -116,9 +118,9 @@ def _forward(
     if key_mask is not None and sizes.guidance:
         positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
     if needed.streams is None or tiers is None:
-        store = FeatureStore(sizes, features, context.device)
+        store = FeatureStore(sizes, features, context.device, needed.most_rows)
     else:
-        store = StreamedFeatureStore(features, needed.streams, tiers)
+        store = StreamedFeatureStore(features, needed.streams, tiers, needed.most_rows)
     limits = CanvasLimits(
         shape,
         canvas.length,

@@ -26,6 +26,7 @@ from tiered.planning.checks import check_block
 
 REMASKING = ("low_confidence", "random")
 EDGES = ("sequence", "prompt")
+RANDOM_STEPS = 48  # of a canvas of random tokens, transformers' default for DiffusionGemma
 T = TypeVar("T")
 
 
@@ -188,8 +189,9 @@ class GenerationOptions:
         trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
         return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
 
-    def ends(self, eos_token_id: int) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((eos_token_id, *map(int, self.stop_tokens or ()))))
+    def ends(self, *of_model: int) -> tuple[int, ...]:
+        """Ids that end an answer, of the model and of the call."""
+        return tuple(dict.fromkeys((*of_model, *map(int, self.stop_tokens or ()))))
 
     @property
     def draws(self) -> bool:
@@ -299,9 +301,12 @@ def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape
     given["block_length"] = block = check_block(shape, given.get("block_length", base.block_length), name=name)
     # The default is a step a token of the block, even if the answer is no whole number of blocks.
     if given.get("block_steps", base.block_steps) is None:
-        given["block_steps"] = block
+        given["block_steps"] = RANDOM_STEPS if shape.noise == "random" else block
     by_chance = given.get("remasking", base.remasking) == "random"
-    if given.get("commit", base.commit) is None and rule_options <= {"confidence_threshold"} and not by_chance:
+    if shape.noise == "random":  # no token of a prompt is on a canvas
+        given["block_edges"] = "prompt"
+        given["commit"] = given.get("commit", base.commit) or fitting_rules(shape.noise)[0]
+    elif given.get("commit", base.commit) is None and rule_options <= {"confidence_threshold"} and not by_chance:
         given["commit"] = "quota"
     if (edges := given.get("block_edges", base.block_edges)) == "prompt" and shape.sight != "context":
         raise ValueError(f"block_edges = {edges!r}, but blocks of {name!r} count from a sequence's first token")

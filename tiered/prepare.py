@@ -89,7 +89,8 @@ def prepare(
     columns = packed(prompts, options.block if in_blocks else 1)
     sizes = _sizes(context, options, columns, prompts.longest)
     if prior is not None:
-        _check_prior(prior, (sizes.batch, options.columns), options, vocab_size=sizes.shape.vocab_size)
+        wanted = (sizes.answer or 0) if sizes.shape.noise == "random" else options.columns
+        _check_prior(prior, (sizes.batch, wanted), options, vocab_size=sizes.shape.vocab_size)
     choice = choose(policy, sizes, context.budget, prompt=prompts.shortest)
     return PreparedCall(prompts=prompts, packed=columns, options=options, sizes=sizes, choice=choice, prior=prior)
 
@@ -133,7 +134,7 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
         ordered=options.remasking == "random",
         rewrites=rule.rewrites,
     )
-    if unknown := [token for token in options.ends(0) if token >= model.shape.vocab_size]:
+    if unknown := [token for token in options.ends() if token >= model.shape.vocab_size]:
         raise ValueError(f"stop_tokens {unknown}: ids in [0, {model.shape.vocab_size}) are allowed")
     if rule.needs_shift and model.shape.block_causal:
         fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
@@ -151,7 +152,7 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
 def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptions, *, vocab_size: int) -> None:
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
-    if "uniform" not in options.rule.noise:
+    if not options.rule.noise & {"uniform", "random"}:
         raise ValueError(f"a prior needs a commit rule that rewrites tokens, not {options.rule.name!r}")
     check_readable("prior", prior)
     if prior.shape != shape:

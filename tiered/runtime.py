@@ -239,7 +239,7 @@ class Runtime:
             call.prompts.ids,
             denoised,
             choice=call.choice,
-            ends=call.options.ends(self.model.eos_token_id),
+            ends=call.options.ends(*self.model.ends),
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,

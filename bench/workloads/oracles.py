@@ -92,7 +92,7 @@ class OutputOracle(Selector):
         passes = torch.arange(len(columns), device=columns.device)
         (_, _, limits), *_ = forward.limits.of_rows(replace(rows, is_span=False), 1)
         for layer in range(model.shape.layers):
-            normed, at = model.attention_norm(layer, hidden), forward.rotary.at(rows)
+            normed, at = model.attention_norm(layer, hidden), forward.rotary[0].at(rows)
             stored = []
             for feature, own in zip(KEPT, model.keys_values(layer, normed, at), strict=True):
                 part = forward.store.view(feature, layer).repeat(len(columns), 1, 1, 1)

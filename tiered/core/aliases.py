@@ -9,7 +9,7 @@ ALIASES: Mapping[str, str] = {
     "gen_length": "max_new_tokens",  # LLaDA
     "block_size": "block_length",  # Fast-dLLM v2
     "diffusion_steps": "steps",
-    "max_denoising_steps": "steps",  # transformers' DiffusionGemma
+    "max_denoising_steps": "block_steps",  # transformers' DiffusionGemma
     "threshold": "confidence_threshold",  # Fast-dLLM
     "threshold_early": "early_threshold",  # Polestar
     "alg": "commit",  # Dream

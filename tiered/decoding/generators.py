@@ -65,6 +65,10 @@ class Generators:
             drawn.append(tokens.where(torch.rand(columns, generator=stream) < share, mask))
         return on_device(torch.stack(drawn), self._device)
 
+    def tokens(self, columns: int, vocab: int) -> Int[Tensor, "batch columns"]:
+        """Noise of `columns` random tokens of each sequence."""
+        return on_device(_tokens(self._prior, columns, vocab), self._device)
+
     def of_block(self) -> "BlockStreams":
         """The random numbers of a commit rule in the next block."""
         return BlockStreams([int(torch.randint(2**62, (), generator=each)) for each in self._rules], self._device)
@@ -83,6 +87,14 @@ class BlockStreams:
         drawn = [torch.rand(columns, dtype=torch.float64, generator=stream) for stream in self._streams]
         return on_device(torch.stack(drawn), self._device)
 
+    def tokens(self, columns: int, vocab: int) -> Int[Tensor, "batch columns"]:
+        """As `Generators.tokens`."""
+        return on_device(_tokens(self._streams, columns, vocab), self._device)
+
     def gumbel(self, columns: int) -> Float64[Tensor, "batch columns"]:
         """Standard Gumbel numbers, `columns` of each sequence."""
         return self.uniform(columns).log_().neg_().log_().neg_()
+
+
+def _tokens(streams: list[torch.Generator], columns: int, vocab: int) -> Int[Tensor, "batch columns"]:
+    return torch.stack([torch.randint(vocab, (columns,), generator=stream) for stream in streams])

@@ -1,5 +1,6 @@
 """From logits to candidates: the proposed token of every pending row, and the confidence in it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,8 @@ class OpenBlock:
         remaining: number of pending rows by sequence, 0 if it waits; used with `sampling.by_row` and by rules that
             rewrite.
         streams: random streams; None is allowed at temperature 0.
-        process: noise process of the model's training; None for masks alone.
+        process: noise process of the model's training; None for masks alone, and for random tokens.
+        soft_tokens: `DiffusionModel.soft_tokens` of a model that is conditioned on its predictions; None for others.
     """
 
     logits: Float[Tensor, "batch rows vocab"]
@@ -39,6 +41,7 @@ class OpenBlock:
     sampling: Sampling = GREEDY
     streams: Generators | None = None
     process: Noise | None = None
+    soft_tokens: Callable[[Tensor], Tensor] | None = None
 
     def pending_rows(self) -> list[Int[Tensor, " rows"]]:
         pending_first = self.pending.int().argsort(dim=1, descending=True, stable=True)

@@ -87,6 +87,7 @@ class TokenSampler:
             streams=self._streams,
             mask_token_id=self._model.mask_token_id,
             process=self._model.noise,
+            soft_tokens=self._model.soft_tokens if self._model.shape.conditioned else None,
         )
         if isinstance(rule, RewritingState):
             if not rule.weighs_masks:

@@ -8,7 +8,7 @@ takes one hidden state of the canvas and the temporaries of one part. No N×N te
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
@@ -21,8 +21,9 @@ from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
 from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
-from tiered.models.attention import heads_joined, merged
+from tiered.models.attention import Limits, heads_joined, merged
 from tiered.models.base import DiffusionModel, RouterProbe, head
+from tiered.models.rope import Rotary
 from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
@@ -38,7 +39,7 @@ class Forward:
         ids: tokens of the current pass.
         limits: columns of the canvas that rows of the pass read.
         reads: parts of keys and values that they read beside the canvas.
-        rotary: RoPE angles of every column; one row if all sequences share them.
+        rotary: RoPE angles of every column, of heads and of global heads; one row if all sequences share them.
         most_rows: rows of a sequence that a forward of the call has room for; all, unless the call sets it.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: called with the inputs of the last layer's attention; None for no call.
@@ -76,7 +77,9 @@ class Forward:
         self.limits = self._limits = limits or CanvasLimits(model.shape, self.length)
         self.ids = positions[:0]
         self.reads: tuple[Part, ...] = ()
-        self.rotary = self._rotary = model.rotary(positions)
+        self.rotary = self._rotary = [
+            model.rotary(positions, bool(number)) for number in range(len(model.shape.head_dims))
+        ]
         self.rows_computed = 0.0
         self._weights, self._layer = weights, 0
         self.attention_probe: AttentionProbe | None = None
@@ -91,13 +94,13 @@ class Forward:
         """Keep only these sequences (ascending)."""
         self.store.keep(sequences)
         self.limits = self._limits = self._limits.of(sequences)
-        self.rotary = self._rotary = self._rotary.of_sequences(sequences)
+        self.rotary = self._rotary = [each.of_sequences(sequences) for each in self._rotary]
 
     def logits(self, pass_: Pass) -> Float[Tensor, "sequences output vocab"]:
         """float32 logits of the output rows, NaN at rows without a finite norm. A pass over the first sequences leaves
         the cache of the others unchanged."""
         self.begin(pass_)
-        pass_ = replace(pass_, hidden=self.model.embed(pass_.rows.columns(pass_.ids)))
+        pass_ = replace(pass_, hidden=self.embedded(pass_))
         layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
             entered = pass_.rows.count
@@ -111,13 +114,42 @@ class Forward:
             return torch.empty(len(hidden), 0, self.model.shape.vocab_size, device=hidden.device)
         return head(self.model, hidden)
 
+    def embedded(self, pass_: Pass) -> Float[Tensor, "sequences rows width"]:
+        """The residual stream of a pass in front of the first layer."""
+        hidden, rows, output = self.model.embed(pass_.rows.columns(pass_.ids)), pass_.rows, pass_.output
+        if not self.model.shape.conditioned or (final := self.final_rows(rows)) is True:
+            return hidden
+        if isinstance(final, Tensor) and not (rows.is_span and isinstance(pass_.final, int)):
+            return hidden.where(final, self.model.condition(hidden, None))
+        first = max(0, pass_.final - rows.within.start)
+        predicted = range(max(first, output.start), output.stop)  # of the others the step before computed no logits
+        for some in (range(first, predicted.start), predicted, range(output.stop, rows.count)):
+            for part in self.parts(len(some), len(hidden)):
+                at = slice(some.start + part.start, some.start + part.stop)
+                soft = None
+                if some is predicted and pass_.soft is not None:
+                    soft = pass_.soft[:, at.start - output.start : at.stop - output.start]
+                hidden[:, at] = self.model.condition(hidden[:, at], soft)
+        return hidden
+
+    def final_rows(self, rows: Rows) -> bool | Bool[Tensor, "batch rows 1"]:
+        """Whether tokens at `rows` are final: of all of them, if the host knows, or of each."""
+        border = self.limits.final
+        if isinstance(border, int):
+            if rows.within and not rows.within.start < border < rows.within.stop:
+                return rows.within.start < border
+            return (rows.index < border)[..., None]
+        return (rows.index < border[:, None])[..., None]
+
     def begin(self, pass_: Pass) -> None:
         """Set what rows read in `pass_`, whose sequences are the first ones."""
         sequences = slice(len(pass_.ids))
         self.ids, self.limits, self.reads = pass_.ids, self._limits.of(sequences, pass_.final), pass_.reads
-        self.rotary = self._rotary.of_sequences(sequences)
+        self.rotary = [each.of_sequences(sequences) for each in self._rotary]
         self._watch = pass_.watch
         self.store.narrow(len(pass_.ids))
+        if self.model.shape.windows and pass_.rows.is_span:
+            self.store.move_windows(pass_.rows)
         self._picked.clear()
 
     @property
@@ -148,6 +180,8 @@ class Forward:
         self.attend(layer, pass_.rows, pass_.hidden, normed=normed)
         del normed  # free it before the MLP: it is as large as the part's residual stream
         self.mlp(layer, pass_.hidden)
+        if self.model.shape.conditioned and pass_.rows.count:
+            self.model.scale_layer(layer, pass_.hidden, self.final_rows(pass_.rows))
         return pass_
 
     def write(
@@ -216,7 +250,7 @@ class Forward:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
         normed = self.model.attention_norm(layer, hidden)
         with span(Op.QKV):
-            keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
+            keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
             self.store_keys_values(layer, rows, keys, values)
         return normed
 
@@ -252,10 +286,11 @@ class Forward:
             if self._watch is not None:
                 self._watch(self, rows, queries)
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
+        kept, window = self.store.kept(layer), self.model.shape.window(layer)
         of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [
             (queries[:, :, some], keys[:, :, columns], values[:, :, columns], limits)
-            for some, columns, limits in self.limits.of_rows(of_canvas, len(queries), self.model.shape.window(layer))
+            for some, columns, limits in self._groups(of_canvas, len(queries), window, kept)
         ]
         if self.reads:
             own = self.model.attend_part(layer, *groups[0], sinks=True)
@@ -264,12 +299,23 @@ class Forward:
         mixed = [self.model.attend(layer, *group) for group in groups]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
+    def _groups(self, rows: Rows, batch: int, window: int | None, kept: slice) -> list[tuple[slice, slice, Limits]]:
+        """As `CanvasLimits.of_rows`, with columns that count from the first one `kept`."""
+        return [
+            (some, slice(columns.start - kept.start, columns.stop - kept.start), limits)
+            for some, columns, limits in self.limits.of_rows(rows, batch, window, kept)
+        ]
+
     @spanned(Op.QKV)
     def queries(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries of `normed`, rotated at `rows`."""
-        return self.model.queries(layer, normed, self.rotary.at(rows))
+        return self.model.queries(layer, normed, self.rotary_at(layer, rows))
+
+    def rotary_at(self, layer: int, rows: Rows) -> Rotary:
+        """RoPE angles of `rows` in `layer`."""
+        return self.rotary[self.model.shape.is_global(layer)].at(rows)
 
     def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
         """All keys in the layer's store, as values."""

@@ -4,7 +4,8 @@ The formulas follow `tiered.forward.forward` tensor by tensor; a test compares t
 """
 
 from collections.abc import Mapping
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 
 from tiered.core.buffers import Buffer, ShapeAndDtype, phase, phase_bytes
 from tiered.core.features import Account, Feature
@@ -35,8 +36,9 @@ def part_rows(batch: int) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.layers * shape.kv_width * BYTES_PER_ELEMENT[dtype]
+    """Bytes of one more token's keys and values in all layers; those with a window take none beyond it."""
+    growing = sum(len(kind.layers) * kind.shape.kv_width for kind in shape.kinds() if kind.window is None)
+    return 2 * growing * BYTES_PER_ELEMENT[dtype]
 
 
 def forward_buffers(
@@ -54,13 +56,17 @@ def forward_buffers(
     residual = (sequences, most_rows or context, sizes.shape.width)
     columns = sequences, context
     buffers = [
-        *feature_buffers(sizes, features).values(),
+        *chain.from_iterable(feature_buffers(sizes, features, most_rows).values()),
         Buffer("residual stream", activations, residual, sizes.dtype),
         Buffer("tokens: passed, packed, chosen, on the canvas", activations, (4, *columns), "int64"),
         Buffer("committed step of each token", activations, columns, "int32"),
         Buffer("masks of tokens", activations, (3, *columns), "bool"),
-        Buffer("rotation of each position", activations, (*columns, sizes.shape.head_dim), "float32"),
+        *(
+            Buffer("rotation of each position", activations, (*columns, head_dim), "float32")
+            for head_dim in sizes.shape.head_dims
+        ),
         Buffer("numbers of columns", activations, (2, context), "int64"),
+        *_soft_buffers(sizes),
         *part_buffers(sizes, most_rows),
         *logit_buffers(sizes, logit_rows or sizes.block_length),
     ]
@@ -68,6 +74,14 @@ def forward_buffers(
         compared = phase("attention compared", {"rows": ((compared_at_a_time(sizes).temporaries,), "uint8")})
         buffers += [*attention_rows(sizes), *compared]
     return buffers
+
+
+def _soft_buffers(sizes: CallShape) -> list[Buffer]:
+    """`DiffusionModel.soft_tokens` of the block, in this step and in the one before."""
+    if not sizes.shape.conditioned:
+        return []
+    rows = (2, sizes.sequences, sizes.block_length, sizes.shape.width)
+    return [Buffer("soft tokens of the block", Account.ACTIVATIONS, rows, sizes.dtype)]
 
 
 def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
@@ -100,7 +114,12 @@ def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """The same by phase. Products of one phase are freed before the next begins."""
+    """The same by phase, of the layers that take most. Products of one phase are freed before the next begins."""
+    kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
+    return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
+
+
+def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
     shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
     query_width = shape.heads * shape.head_dim
     tile = max(tile_bytes(sizes, factor, rows) for factor in _factors(shape))

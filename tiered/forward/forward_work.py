@@ -52,12 +52,13 @@ class RowFlops(NamedTuple):
     @classmethod
     def of(cls, shape: ModelShape, context: int) -> "RowFlops":
         """Work of a row that attends to `context` columns, or to those in its window; on average over layers."""
-        heads_width = shape.heads * shape.head_dim
-        seen = shape.columns_read(context) / shape.layers
-        attention = round(4 * (seen + shape.sink_tokens) * heads_width)
+        widths = [(kind, len(kind.layers) * kind.shape.heads_width) for kind in shape.kinds()]
+        heads_width = sum(width for _, width in widths) / shape.layers
+        seen = sum(width * (kind.columns(context) + shape.sink_tokens) for kind, width in widths)
+        attention = round(4 * seen / shape.layers)
         return cls(
-            write=4 * shape.width * shape.kv_width,
-            attend=4 * shape.width * heads_width + attention,
+            write=round(4 * shape.width * shape.kv_elements / shape.layers),
+            attend=round(4 * shape.width * heads_width) + attention,
             mlp=2 * _mlp_elements(shape),
             attention=attention,
         )
@@ -105,7 +106,7 @@ def forward_work(
         + outputs * 2 * shape.width * shape.vocab_size
     )
     weights = shape.parameters * dtype_bytes
-    kept = 2 * shape.columns_read(context) * batch * shape.kv_width * dtype_bytes
+    kept = 2 * shape.kv_read(context) * batch * dtype_bytes
     table = (shape.vocab_size, shape.width)
     untied = list(shape.weight_shapes.values()).count(table) > 1
     looked_up = shape.vocab_size * shape.width * dtype_bytes if untied else 0

@@ -60,15 +60,19 @@ class CanvasLimits:
         )
         return replace(self, positions=positions, key_mask=key_mask, pads=pads, final=final)
 
-    def of_rows(self, rows: Rows, batch: int, window: int | None = None) -> list[tuple[slice, slice, Limits]]:
+    def of_rows(
+        self, rows: Rows, batch: int, window: int | None = None, kept: slice | None = None
+    ) -> list[tuple[slice, slice, Limits]]:
         """Groups of `rows` in order: their slice, the columns that they read with this `window`, and limits among these
         columns. A span is split into rows that read the same columns and rows with limits of their own. Scattered rows
-        have limits of their own, unless the host knows that they read all columns."""
-        final, every = self.final, (slice(0, rows.count), slice(0, self.length))
+        have limits of their own, unless the host knows that they read all columns. `kept`: columns that have keys and
+        values; None for all."""
+        kept = slice(0, self.length) if kept is None else slice(kept.start, min(kept.stop, self.length))
+        final, every = self.final, (slice(0, rows.count), kept)
         if isinstance(final, Tensor):
             groups = [(*every, True)]
         elif rows.is_span:
-            groups = self._groups(rows.within, final, window)
+            groups = self._groups(rows.within, final, window, kept)
         else:
             groups = [(*every, self.shape.block_causal or not rows.within or rows.within[0] < final)]
         return [
@@ -76,10 +80,10 @@ class CanvasLimits:
             for some, columns, by_row in groups
         ]
 
-    def _groups(self, span: range, final: int, window: int | None) -> list[tuple[slice, slice, bool]]:
+    def _groups(self, span: range, final: int, window: int | None, every: slice) -> list[tuple[slice, slice, bool]]:
         """For each group of rows: their slice, their columns, and whether some of them read fewer columns."""
         cut = min(max(final - span.start, 0), len(span)) if self.shape.final_apart else 0
-        finals, others, every = slice(0, cut), slice(cut, len(span)), slice(0, self.length)
+        finals, others = slice(0, cut), slice(cut, len(span))
         if self.positions is not None:
             return [(slice(0, len(span)), every, True)]
         if self.shape.block_causal:

@@ -46,6 +46,8 @@ class Pass:
             reuse the difference of their last forward with it. If there are none, the forward only goes over the first
             half of the batch. None for all, in every forward.
         watch: called in the last layer, before the attention of rows; None for no call.
+        soft: `DiffusionModel.soft_tokens` of the output rows in the step before, if the model is conditioned on them.
+            None in a block's first step.
         refreshed: the sequences whose rows are all recomputed. None for all of them in a forward of kind `REFRESH`,
             and otherwise for no sequence.
         hidden: the residual stream of the rows, which a layer may update in place; empty before the first layer.
@@ -61,6 +63,7 @@ class Pass:
     reads: tuple[Part, ...] = ()
     guided: tuple[bool, ...] | None = None
     watch: "AttentionWatch | None" = None
+    soft: Float[Tensor, "sequences output width"] | None = None
     refreshed: tuple[bool, ...] | None = None
     hidden: Float[Tensor, "batch rows width"] = _NOT_YET
     computed: int | None = None

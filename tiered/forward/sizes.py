@@ -1,7 +1,8 @@
 """Books: the sizes of one call, from which all its bytes follow."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from tiered.core.buffers import Buffer
 from tiered.core.checks import unknown_name
@@ -106,11 +107,28 @@ class CallShape:
         return heads * elements * self.element
 
 
-def feature_buffers(sizes: CallShape, features: Mapping[Feature, int]) -> dict[Feature, Buffer]:
-    """The tensors of a store that keeps each feature for this many layers."""
-    buffers: dict[Feature, Buffer] = {}
-    for feature, layers in features.items():
-        heads, elements = stored_row(sizes.shape, feature, sizes.kv, sizes.element)
-        kept = (layers, sizes.sequences, heads, sizes.columns(feature), elements)
-        buffers[feature] = Buffer(feature.value, Account(feature), kept, sizes.dtype)
+def feature_buffers(
+    sizes: CallShape,
+    features: Mapping[Feature, int],
+    most_rows: int | None = None,
+    below: Mapping[Feature, Collection[int]] = MappingProxyType({}),
+) -> dict[Feature, list[Buffer]]:
+    """The tensors of a store that keeps each feature for this many layers: one for each of `ModelShape.kinds`.
+
+    Args:
+        most_rows: most columns of a pass; None for the whole canvas.
+        below: layers of each feature that are below the device.
+    """
+    kinds, buffers = sizes.shape.kinds(), {feature: list[Buffer]() for feature in features}
+    for feature, count in features.items():
+        for kind in kinds:
+            heads, elements = stored_row(kind.shape, feature, sizes.kv, sizes.element)
+            columns = sizes.columns(feature)
+            if feature in KEY_VALUE:
+                columns = kind.kept(columns, most_rows or columns)
+            kept = count  # 1, if all layers of the kind overwrite it
+            if count == sizes.shape.layers:
+                kept = sum(layer not in below.get(feature, ()) for layer in kind.layers)
+            rows = (kept, sizes.sequences, heads, columns, elements)
+            buffers[feature].append(Buffer(feature.value, Account(feature), rows, sizes.dtype))
     return buffers

@@ -1,5 +1,6 @@
 """Books: bytes by tier of features with streamed layers."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ class FeatureStream:
     Attributes:
         feature: the feature.
         layers: its streamed layers, ascending.
-        of_layers: number of layers for which it is kept.
+        of_layers: number of layers that may be streamed (`ModelShape.streamable`).
         slots: device slots that the streamed layers share.
         sequences, heads, columns: size of a layer.
         row_bytes: bytes of a row of one head.
@@ -84,18 +85,20 @@ class StreamBytes:
             slots: device slots of each feature.
         """
         streams: list[FeatureStream] = []
+        found = sizes.shape.streamable()
         for feature, count in counts.items():
-            if not count:
+            if not count or found is None:
                 continue
+            _, kind = found
             columns, rows = sizes.columns(feature), FEWEST_CHUNK_ROWS
             while rows < min(MOST_CHUNK_ROWS, columns / _CHUNKS):
                 rows *= 2
-            heads, elements = stored_row(sizes.shape, feature, sizes.kv, sizes.element)
+            heads, elements = stored_row(kind.shape, feature, sizes.kv, sizes.element)
             streams.append(
                 FeatureStream(
                     feature=feature,
-                    layers=spread(count, sizes.shape.layers),
-                    of_layers=sizes.shape.layers,
+                    layers=tuple(kind.layers[place] for place in spread(count, len(kind.layers))),
+                    of_layers=len(kind.layers),
                     slots=min(slots, count),
                     sequences=sizes.sequences,
                     heads=heads,
@@ -109,12 +112,15 @@ class StreamBytes:
     def beside(self, buffers: Iterable[Buffer]) -> list[Buffer]:
         """`buffers` of a call without the streamed layers."""
         streamed = {stream.account: len(stream.layers) for stream in self.streams}
-        return [
-            replace(buffer, shape=(buffer.shape[0] - streamed[buffer.account], *buffer.shape[1:]))
-            if buffer.account in streamed
-            else buffer
-            for buffer in buffers
-        ]
+        (streamable, _), left, seen = self.sizes.shape.streamable() or (0, None), [], Counter[Account]()
+        for buffer in buffers:  # one for each kind of layers, in their order
+            if buffer.account in streamed and seen[buffer.account] == streamable:
+                layers = buffer.shape[0] - streamed[buffer.account]
+                left.append(replace(buffer, shape=(layers, *buffer.shape[1:])))
+            else:
+                left.append(buffer)
+            seen[buffer.account] += 1
+        return left
 
     @property
     def moved(self) -> int:

@@ -20,21 +20,13 @@ class StreamedFeatureStore(FeatureStore):
     only until another layer of its feature is read or written. Reading and writing raise `TransferError` if a copy
     between tiers failed."""
 
-    def __init__(self, features: Mapping[Feature, int], needed: StreamBytes, tiers: Tiers) -> None:
-        """`needed`: streamed layers and their slots; `tiers`: tiers of the call; `features` as in `FeatureStore`."""
+    def __init__(
+        self, features: Mapping[Feature, int], needed: StreamBytes, tiers: Tiers, most_rows: int | None = None
+    ) -> None:
+        """`needed`: streamed layers and their slots; `tiers`: tiers of the call; the others as in `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
-        resident = {
-            feature: [
-                layer for layer in range(layers) if feature not in streamed or layer not in streamed[feature].layers
-            ]
-            for feature, layers in features.items()
-        }
-        super().__init__(needed.sizes, {feature: len(layers) for feature, layers in resident.items()}, tiers.device)
-        self._place = {
-            feature: {layer: place for place, layer in enumerate(layers)}
-            for feature, layers in resident.items()
-            if feature in streamed
-        }
+        below = {feature: stream.layers for feature, stream in streamed.items()}
+        super().__init__(needed.sizes, features, tiers.device, most_rows, below)
         self._tiers = tiers
         self._touched = TouchedColumns()
         dtype = getattr(torch, needed.sizes.dtype)
@@ -56,7 +48,7 @@ class StreamedFeatureStore(FeatureStore):
             return super()._kept(feature, layer)
         if layer in streamed:
             return streamed.view(layer, self._sequences)
-        return super()._kept(feature, self._place[feature][layer])
+        return super()._kept(feature, layer)
 
     def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
         streamed = self._streamed.get(feature)

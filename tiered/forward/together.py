@@ -16,7 +16,7 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Asked, add_branch
+from tiered.forward.forward import Asked, Forward, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.coded_rows import Heads
@@ -28,8 +28,10 @@ from tiered.models.router import picked_experts
 _FLOAT32 = 4
 
 
-def shareable(pass_: Pass) -> bool:
+def shareable(forward: Forward, pass_: Pass) -> bool:
     """Whether a pass may be batched with other passes."""
+    if forward.model.shape.conditioned:
+        return False
     outputs = len(pass_.ids) * pass_.rows[pass_.output].count
     few = FEW_ROWS if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
     return pass_.program is None and not pass_.reads and pass_.count in few and (not outputs or outputs in few)
@@ -98,7 +100,7 @@ class _Together:
         self.rows = rows
         self._asked, self._batches = asked, [len(pass_.ids) for _, pass_ in asked]
         self._counts = [batch * each.count for batch, each in zip(self._batches, rows, strict=True)]
-        rotaries = [forward.rotary for forward, _ in asked]
+        rotaries = [forward.rotary[0] for forward, _ in asked]
         angles = [
             [each.take(part).expand(batch, -1, -1, -1).flatten(0, 2) for part in _parts(whole)]
             for whole, each, batch in zip(rotaries, rows, self._batches, strict=True)

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
-from tiered.kernels.gate_mul_ref import gate_mul
+from tiered.kernels.gate_mul_ref import Activation, gate_mul
 from tiered.kernels.projection import project
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
@@ -69,10 +69,12 @@ class DiffusionModel(nn.Module):
         read_config: reads config.json (official keys); raises ValueError for a setting that the forward lacks.
         noise: noise that answers begin with and that steps remove; None for masks alone.
         mask_token_id, eos_token_id, pad_token_id: ids of special tokens.
+        ends: ids that end an answer, the end-of-sequence token first.
     """
 
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
     _norm: ClassVar[type[RMSNorm]] = RMSNorm
+    _activation: ClassVar[Activation] = "silu"
     blocks: Any  # an nn.ModuleList of `Block`
     ln_f: Any
     config: Any
@@ -81,6 +83,7 @@ class DiffusionModel(nn.Module):
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
+    ends: tuple[int, ...]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -89,6 +92,7 @@ class DiffusionModel(nn.Module):
         self.mask_token_id = config.mask_token_id
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
+        self.ends = (config.eos_token_id, *config.more_ends)
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         norm = partial(self._norm, eps=config.norm_eps)
         sizes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers)]
@@ -115,7 +119,8 @@ class DiffusionModel(nn.Module):
         weight = self.get_parameter(self.parameter_name(name))
         return weight[self.config.pieces[name]] if name in self.config.pieces else weight
 
-    def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
+    def rotary(self, positions: Int[Tensor, "batch length"], is_global: bool = False) -> Rotary:
+        """The rotation at these positions, of heads or of global heads."""
         return Rotary.of(positions, self.shape.head_dim, self.config.rotation)
 
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Hidden:
@@ -123,6 +128,19 @@ class DiffusionModel(nn.Module):
         if isinstance(weight, CodedRows):
             return weight[ids].values()
         return self.wte(ids)
+
+    def condition(self, hidden: Hidden, soft: Hidden | None) -> Hidden:
+        """Embeddings of tokens that are not final, of a `ModelShape.conditioned` model. `soft`: `soft_tokens` of the
+        step before; None in a block's first step."""
+        return hidden
+
+    def soft_tokens(self, chances: Float[Tensor, "batch rows vocab"]) -> Hidden:
+        """The mean embedding of tokens with these `chances`."""
+        raise NotImplementedError
+
+    def scale_layer(self, layer: int, hidden: Hidden, final: "bool | Bool[Tensor, 'batch rows 1']") -> None:
+        """Scale what a layer of a `ModelShape.conditioned` model returns, in place. `final`: whether tokens are final,
+        of all rows or of each."""
 
     def attention_norm(self, layer: int, hidden: Hidden) -> Hidden:
         return self.blocks[layer].attn_norm(hidden)
@@ -184,7 +202,7 @@ class DiffusionModel(nn.Module):
     def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
         multiply = for_device(gate_mul, normed.device)
         # No name keeps a factor alive until the last projection.
-        gated = multiply(self._project(normed, gate), self._project(normed, up))
+        gated = multiply(self._project(normed, gate), self._project(normed, up), self._activation)
         return self._project(gated, out)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:

@@ -80,7 +80,7 @@ class Checkpoint:
                 any of ours. Weights are missing, unexpected or duplicate, or have another shape or a dtype that is not
                 floating point; names each of them.
         """
-        self._shapes = shape.weight_shapes
+        self._shapes, self._unread = shape.weight_shapes, shape.unread
         stored, metadata = _read_headers(_shards_in(directory))
         self._stored = _unstacked(stored, self._shapes)
         self._tables = (shape.vocab_size, shape.width)
@@ -170,7 +170,9 @@ class Checkpoint:
         wanted = [Part(name, (shape,), tuple(WEIGHT_DTYPES)) for name, shape in self._raw.items()]
         wanted += [part for parts in self._coded.values() for part in parts.read]
         known = {part.name for part in wanted} | {name for parts in self._coded.values() for name in parts.spare}
-        problems: dict[str, list[str]] = {"unexpected": [name for name in self._stored if name not in known]}
+        problems: dict[str, list[str]] = {
+            "unexpected": [name for name in self._stored if name not in known and not name.startswith(self._unread)]
+        }
         for part in wanted:
             stored = self._stored.get(part.name)
             if stored is None:

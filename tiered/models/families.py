@@ -34,6 +34,7 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "llada": Family(name="LLaDA", loader="tiered.models.llada:LLaDA"),
     "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
+    "diffusion_gemma": Family(name="DiffusionGemma", loader="tiered.models.diffusion_gemma:DiffusionGemma"),
     "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
     "lladamoe": Family(name="LLaDA-MoE", loader="tiered.models.llada_moe:LLaDAMoE"),
     "llada2_moe": Family(name="LLaDA2", loader="tiered.models.llada2:LLaDA2"),

@@ -87,6 +87,7 @@ class ModelConfig:
         head_tied: True if the language-model head is the embedding.
         parameter_names: our own name of each weight, by its official one. Pieces of a weight share its name.
         pieces: rows of our weight that a piece is, by its official name.
+        more_ends: ids that end an answer beside `eos_token_id`.
     """
 
     shape: ModelShape
@@ -98,6 +99,7 @@ class ModelConfig:
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
+    more_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,8 @@ class Layout:
         family: name for messages.
         allowed: switches of config.json, with the values that the forward implements; others are refused (`require`).
         keys: key of config.json for each size or special token.
-        names: our own name of a module → its official one, from the root, or from the block.
+        names: our own name of a module → its official one, from the root, or from the block. One with "{layer}" is from
+            the root too.
         in_block: matrices and norms of a block by our own names, in its sizes.
         reads: keys that the family's reader checks itself, whatever `require` allows.
         norm_eps: default, if config.json has none.
@@ -134,6 +137,7 @@ class Layout:
         tokens: int | None = None,
         biases: Iterable[str] = (),
         more: Mapping[str, tuple[str, ...]] | None = None,
+        beside: Mapping[str, tuple[str, ...]] | None = None,
         mlp_matrices: int = 2,
         experts: Experts | None = None,
         **facts: Any,
@@ -146,7 +150,8 @@ class Layout:
             tokens: number of tokens, if the embedding has more rows; None if it has as many.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
-            mlp_matrices, experts, facts: fields of `ModelShape`.
+            beside: weights beside the blocks, in the sizes of blocks.
+            mlp_matrices, experts, facts: fields of `ModelShape`. Layers of `global_heads` have no projection to values.
 
         Raises:
             ValueError: a size is absent or impossible, a number is out of range, or weights are in unreadable codes.
@@ -168,7 +173,7 @@ class Layout:
         size["max_context"] = max(size["max_context"], rotation.reach)
         head_tied = switch(config, self.keys["head_tied"])
         block = {**self._in_block(biases, mlp_matrices), **(more or {})}
-        own = self._own(size, block, experts, head_tied)
+        own = self._own(size, block, experts, head_tied, beside or {}, _global_layers(facts, size["layers"]))
         names, shapes, pieces = self._official_weights(own, experts)
         last = f"blocks.{max(set(range(size['layers'])) - set(experts.dense if experts else ()))}."
         matrices = {
@@ -242,10 +247,12 @@ class Layout:
         block: Mapping[str, tuple[str, ...]],
         experts: Experts | None,
         head_tied: bool,
+        beside: Mapping[str, tuple[str, ...]],
+        global_layers: Mapping[int, tuple[int, int]],
     ) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight by our own name."""
-        heads_width, kv_width = size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
-        size = {**size, "heads_width": heads_width, "kv_width": kv_width, "qkv_width": heads_width + 2 * kv_width}
+        """The shape of every weight by our own name. `global_layers`: `ModelShape.global_heads` of layers that have
+        them."""
+        size = {**size, "one": 1, **_widths(size["heads"], size["kv_heads"], size["head_dim"])}
         mixture: dict[str, tuple[str, ...]] = {}
         if experts is not None:
             size |= {
@@ -261,12 +268,17 @@ class Layout:
                 for name, dims in MIXTURE.items()
                 if (experts.biased or name != ROUTER_BIAS) and (experts.shared_width or "shared_width" not in dims)
             }
-        dims_of = {"wte.weight": ("vocab_size", "width")}
+        own = {"wte.weight": (size["vocab_size"], size["width"])}
         for layer in range(size["layers"]):
             in_layer = block if experts is None or layer in experts.dense else mixture
-            dims_of |= {f"blocks.{layer}.{name}": dims for name, dims in in_layer.items()}
-        dims_of |= {"ln_f.weight": ("width",)} | ({} if head_tied else {"ff_out.weight": ("vocab_size", "width")})
-        return {name: tuple(size[dim] for dim in dims) for name, dims in dims_of.items()}
+            sizes = size
+            if (of_layer := global_layers.get(layer)) is not None:
+                in_layer = {name: dims for name, dims in in_layer.items() if name != "v_proj.weight"}
+                sizes = {**size, **_widths(size["heads"], *of_layer)}
+            own |= {f"blocks.{layer}.{name}": tuple(sizes[dim] for dim in dims) for name, dims in in_layer.items()}
+        roots = {"ln_f.weight": ("width",), **beside}
+        roots |= {} if head_tied else {"ff_out.weight": ("vocab_size", "width")}
+        return own | {name: tuple(size[dim] for dim in dims) for name, dims in roots.items()}
 
     def _official_weights(
         self, own: Mapping[str, tuple[int, ...]], experts: Experts | None
@@ -297,4 +309,18 @@ class Layout:
         if first != "blocks":
             return ".".join([self.names[first], *rest])
         layer, module, *kind = rest
-        return ".".join([self.names["blocks"], layer, self.names[f"blocks.{module}"], *kind])
+        official = self.names[f"blocks.{module}"]
+        if "{layer}" in official:
+            return ".".join([official.format(layer=layer), *kind])
+        return ".".join([self.names["blocks"], layer, official, *kind])
+
+
+def _widths(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    of_heads, of_keys = heads * head_dim, kv_heads * head_dim
+    return {"head_dim": head_dim, "heads_width": of_heads, "kv_width": of_keys, "qkv_width": of_heads + 2 * of_keys}
+
+
+def _global_layers(facts: Mapping[str, Any], layers: int) -> dict[int, tuple[int, int]]:
+    """`global_heads` of the layers without a window, by layer; empty if all layers have the same heads."""
+    heads, windows = facts.get("global_heads"), facts.get("windows")
+    return {layer: heads for layer in range(layers) if windows[layer] is None} if heads and windows else {}

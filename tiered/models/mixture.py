@@ -58,17 +58,29 @@ class MixtureModel(DiffusionModel):
         if layer in experts.dense:
             return super().feed_forward(layer, hidden, probe)
         normed = block.ff_norm(hidden)
+        branch = self.routed(layer, hidden, normed, normed, probe)
+        if experts.shared_width:
+            branch += self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)
+        return branch
+
+    def routed(
+        self, layer: int, hidden: Hidden, normed: Hidden, ranked: Hidden, probe: RouterProbe | None = None
+    ) -> Hidden:
+        """The weighted outputs of experts over `normed` rows, which the router picks by `ranked` rows. `hidden`: the
+        rows, of which both were made."""
         rows = normed.flatten(0, 1)
-        picks = self.picks(layer, rows)
+        picks = self.picks(layer, ranked.flatten(0, 1))
+        del ranked
         of_rows = picks.experts.cpu()  # on CUDA the host waits here, and beside it for guesses alone
         picked = picked_experts(of_rows)
         if probe is not None:
             probe(layer, of_rows, picked)
         groups = self._groups(layer, hidden, picked)
-        branch = self._mixed(rows, picks, groups).view(normed.shape)
-        if experts.shared_width:
-            branch += self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)
-        return branch
+        return self._mixed(rows, picks, groups).view(normed.shape)
+
+    def ranked(self, layer: int, hidden: Hidden) -> Hidden:
+        """The rows that the router of a layer reads."""
+        return self.blocks[layer].ff_norm(hidden)
 
     @property
     def _experts(self) -> Experts:
@@ -76,7 +88,7 @@ class MixtureModel(DiffusionModel):
         return self.shape.experts
 
     def picks(self, layer: int, rows: Float[Tensor, "rows width"]) -> Picks:
-        """The experts that normed `rows` go to."""
+        """The experts that `rows` go to; `rows` as from `ranked`."""
         block = self.blocks[layer]
         # No name keeps the logits alive once there are scores.
         return self.config.router.pick(_logits(rows, block.router), getattr(block, "router_bias", None))
@@ -94,7 +106,7 @@ class MixtureModel(DiffusionModel):
         for a layer without a router."""
         if layer not in self.shape.recorded:
             return []
-        rows = self.blocks[layer].ff_norm(hidden).flatten(0, 1)
+        rows = self.ranked(layer, hidden).flatten(0, 1)
         counts = self.picks(layer, rows).experts.flatten().bincount()
         return (counts * LIKELY > len(rows)).nonzero()[:, 0].tolist()
 
@@ -104,7 +116,7 @@ class MixtureModel(DiffusionModel):
         """The weighted sum of the outputs of each row's experts."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for group, table in groups:
-            for_device(add_experts, rows.device)(total, rows, picks, table, group)
+            for_device(add_experts, rows.device)(total, rows, picks, table, group, self._activation)
         return total.to(rows.dtype)
 
 

@@ -19,7 +19,8 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     # Both as in the authors' trainer (inclusionAI/dFactory, configs/model_configs).
     "llada2-mini": ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
     "llada2-flash": ("inclusionAI/LLaDA2.0-flash", "inclusionAI/LLaDA2.1-flash"),
-    # As quoted by public repositories.
+    # Both as quoted by public repositories.
+    "diffusion-gemma": ("google/diffusiongemma-26B-A4B-it",),
     "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
 }
 

@@ -30,7 +30,7 @@ class Rotary:
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, rotation: Rotation) -> "Rotary":
-        frequencies, scale = frequencies_and_scale(rotation, int(head_dim * rotation.part), positions.device)
+        frequencies, scale = frequencies_and_scale(rotation, head_dim, positions.device)
         angles = positions[:, None, :, None].float() * frequencies
         grown = None
         if rotation.query_growth:
@@ -73,8 +73,13 @@ class Rotary:
 def frequencies_and_scale(
     rotation: Rotation, head_dim: int, device: torch.device
 ) -> tuple[Float32[Tensor, " half"], float]:
-    """The angle of each pair of elements from one position to the next, and the factor of cosines and sines."""
+    """The angle of each pair of elements of heads from one position to the next, and the factor of cosines and
+    sines."""
     theta, factor = rotation.theta, rotation.factor
+    if rotation.kind == "proportional":
+        pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+        return (1.0 / theta ** (2 * pairs / head_dim)).where(pairs < int(rotation.part * head_dim // 2), 0.0), 1.0
+    head_dim = int(head_dim * rotation.part)
     if rotation.kind == "ntk":
         theta *= factor ** (head_dim / (head_dim - 2))
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim

@@ -31,13 +31,14 @@ class Rotation:
         kind: "default" for no stretch. "linear": positions divided by the factor (arXiv 2306.15595). "ntk": a larger
             base, which slows the slowest element down by the factor (arXiv 2309.00071, section 3.1). "yarn": slows
             elements down that turn seldom within the trained positions (there, section 3.2).
+            "proportional": no stretch, and elements behind the first `part` of the pairs do not turn (Gemma 4).
         factor: stretched positions over trained positions.
         trained: positions that the model was trained on.
         beta_fast, beta_slow: under "yarn", numbers of turns within the trained positions. An element with `beta_fast`
             or more is not slowed down. One with `beta_slow` or fewer is slowed down by the full factor.
         attention_factor: under "yarn", factor of queries and of keys; None for 0.1 · ln(factor) + 1.
         query_growth: β; queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3).
-        part: share of a head's elements that are rotated, the first ones.
+        part: share of a head's elements that are rotated, the first ones; of its pairs if "proportional".
     """
 
     theta: float = THETA

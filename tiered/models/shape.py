@@ -1,9 +1,9 @@
 """Books: the sizes of a model, for planning, caching and the check of weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tiered.core.buffers import ELEMENT_BYTES
 
@@ -61,7 +61,8 @@ class ModelShape:
         max_context: positions that the model was made for, or that its rotation is stretched to.
         trained_context: positions of its training.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
-        noise: noise process of its training, "mask" or "uniform".
+        noise: noise process of its training, "mask", "uniform", or "random" if all noise is tokens, drawn anew in every
+            step.
         sight: attention pattern. "canvas": a row attends to all rows. "noise": to all rows, but a final row only to
             final rows (GIDD). "blocks": to its block and all rows in front of it. "context": to itself and all rows in
             front of it, and to all of its block while it is not final. Blocks count from each sequence's first token.
@@ -74,11 +75,15 @@ class ModelShape:
             they attend to all of it. None for a layer without a window. Empty if no layer has one.
         prediction_shift: 1 if row p predicts position p + 1 (Dream), else 0.
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
+        global_heads: key/value heads and elements of a head in layers without a window, if they differ from those above
+            (DiffusionGemma); None if they do not.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
+        conditioned: True if tokens that are not final are embedded with what the step before predicted there.
         experts: the mixtures of experts; None for a dense model.
         matrices: [out, inner] of the matrices in a layer's record by our own names; they may be streamed. Of a model
             with mixtures: the experts', one behind the other; its other matrices stay on the device.
         weight_shapes: shape of every tensor of the checkpoint, by its official name.
+        unread: how names of the checkpoint's other tensors begin, such as those of an image encoder.
         own_shapes: shape of every weight, by our own name.
     """
 
@@ -102,11 +107,14 @@ class ModelShape:
     windows: tuple[int | None, ...] = ()
     prediction_shift: int = 0
     soft_cap: float | None = None
+    global_heads: tuple[int, int] | None = None
     sink_tokens: int = 0
+    conditioned: bool = False
     experts: Experts | None = None
     matrices: Mapping[str, tuple[int, int]] = field(hash=False)
     weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
     own_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
+    unread: tuple[str, ...] = ()
 
     @property
     def experts_apart(self) -> int:
@@ -153,10 +161,68 @@ class ModelShape:
         """The window of `layer`; None if it has none."""
         return self.windows[layer] if self.windows else None
 
-    def columns_read(self, context: int) -> int:
-        """Columns that a row attends to, at most `context` in each layer, summed over layers."""
-        return sum(min(context, self.window(layer) or context) for layer in range(self.layers))
+    def is_global(self, layer: int) -> bool:
+        """Whether the layer has `global_heads`."""
+        return self.global_heads is not None and self.window(layer) is None
+
+    def kinds(self) -> "list[Kind]":
+        """The layers by the sizes of their heads and their windows, in the order of their first ones."""
+        layers: dict[tuple[bool, int | None], list[int]] = {}
+        for layer in range(self.layers):
+            layers.setdefault((self.is_global(layer), self.window(layer)), []).append(layer)
+        return [
+            Kind(self._of_heads(self.global_heads if is_global else None), window, tuple(of))
+            for (is_global, window), of in layers.items()
+        ]
+
+    def streamable(self) -> "tuple[int, Kind] | None":
+        """The kind of layers whose features may leave the device, those without a window, and its number; None if there
+        are none."""
+        return next(((number, kind) for number, kind in enumerate(self.kinds()) if kind.window is None), None)
+
+    def _of_heads(self, heads: tuple[int, int] | None) -> "ModelShape":
+        if self.global_heads is None:
+            return self
+        kv_heads, head_dim = heads or (self.kv_heads, self.head_dim)
+        return replace(self, kv_heads=kv_heads, head_dim=head_dim, global_heads=None)
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Elements of a head, and of a global head if these differ."""
+        return (self.head_dim,) if self.global_heads is None else (self.head_dim, self.global_heads[1])
+
+    def kv_read(self, context: int) -> int:
+        """Elements of the keys that a row attends to, at most `context` of them in each layer, summed over layers."""
+        return sum(len(kind.layers) * kind.shape.kv_width * kind.columns(context) for kind in self.kinds())
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a row's keys in all layers."""
+        return sum(len(kind.layers) * kind.shape.kv_width for kind in self.kinds())
 
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+
+class Kind(NamedTuple):
+    """Layers with heads of the same sizes and the same window.
+
+    Attributes:
+        shape: sizes of the model, as if all layers had these heads.
+        window: as `ModelShape.window`.
+        layers: the layers, ascending.
+    """
+
+    shape: ModelShape
+    window: int | None
+    layers: tuple[int, ...]
+
+    def columns(self, context: int) -> int:
+        """Columns that a row attends to."""
+        return min(context, self.window or context)
+
+    def kept(self, context: int, most_rows: int) -> int:
+        """Columns whose keys and values later rows may read, if passes go over at most `most_rows` columns, ascending:
+        a window before the first one of a pass, and its own."""
+        return context if self.window is None else min(context, self.window - 1 + most_rows)

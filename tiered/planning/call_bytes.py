@@ -202,9 +202,11 @@ class _Search:
 
     def _of_features(self) -> CallBytes:
         """The call with the fewest streamed layers of features, and all weights on the device."""
-        policy, sizes, layers = self.policy, self.sizes, self.sizes.shape.layers
+        policy, sizes, streamable = self.policy, self.sizes, self.sizes.shape.streamable()
         whole, needs = policy.buffers(sizes), policy.needs(sizes)
-        kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
+        layers = 0 if streamable is None else len(streamable[1].layers)
+        of_all = [feature for feature, count in policy.features(sizes.shape).items() if count == sizes.shape.layers]
+        kept = of_all if layers > 1 else []
         forced = [feature for feature in kept if feature in needs.on_host]
         records = needs.records() if needs.records else None
         compared = compared_at_a_time(sizes) if sizes.compared else None

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -126,7 +126,9 @@ class Plan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.shape.layers * sum(self.sizes.row_bytes(feature) for feature in KEY_VALUE)
+        growing = [kind for kind in self.shape.kinds() if kind.window is None]
+        rows = ((len(kind.layers), replace(self.sizes, shape=kind.shape)) for kind in growing)
+        return sum(layers * sizes.row_bytes(feature) for layers, sizes in rows for feature in KEY_VALUE)
 
     def require_fit(self) -> None:
         """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""

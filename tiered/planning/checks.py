@@ -28,7 +28,8 @@ def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> in
             f"the config.json of {name!r} has no block_size: give block_length, as long as the blocks that the "
             "checkpoint was trained on"
         )
-    if shape.block_length is not None and block_length not in (None, shape.block_length):
+    # A canvas of random tokens may have another length than in training.
+    if shape.noise == "mask" and shape.block_length is not None and block_length not in (None, shape.block_length):
         raise ValueError(
             f"block_length = {block_length}; {name!r} was made for blocks of {shape.block_length} (config.json), which "
             "is allowed"
@@ -83,7 +84,6 @@ def check_policy(
             f"policy {policy.name!r} looks at {seen} rows of a block in a step, but any of its {block_length} may be "
             "rewritten: a longer window or shorter blocks are allowed"
         )
-    if guidance and shape.sight == "noise":
-        raise ValueError(
-            f"{guidance} masks prompts, which {name!r} would treat as final text; a call without guidance is allowed"
-        )
+    if guidance and (shape.sight == "noise" or shape.noise == "random"):
+        why = "which it has no token for" if shape.noise == "random" else f"which {name!r} would treat as final text"
+        raise ValueError(f"{guidance} masks prompts, {why}; a call without guidance is allowed")

@@ -32,12 +32,13 @@ class AnswerText:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        eos_token_id: int,
+        ends: Sequence[int],
         stop: Sequence[str] = (),
         most: int | None = None,
     ) -> None:
-        """`stop`: strings that end an answer and are left out of it; `most`: most tokens, None for no limit."""
-        self._tokenizer, self._eos, self._stop, self._most = tokenizer, eos_token_id, stop, most
+        """`ends`, `stop`: tokens and strings that end an answer, and are left out of it; `most`: most tokens, None for
+        no limit."""
+        self._tokenizer, self._ends, self._stop, self._most = tokenizer, ends, stop, most
         self._ids: list[int] = []
         self.text = ""
         self.ended: Literal["stop", "length"] | None = None
@@ -52,7 +53,7 @@ class AnswerText:
         if self.ended is not None:
             return ""
         for token in ids:
-            if token == self._eos:
+            if token in self._ends:
                 return self._end("stop")
             self._ids.append(token)
             if len(self._ids) == self._most:

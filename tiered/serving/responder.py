@@ -134,8 +134,7 @@ class Responder:
         assert scheduler.runtime.tokenizer is not None, "a server has one"
         self._tokenizer = scheduler.runtime.tokenizer
         self._texts = [
-            AnswerText(self._tokenizer, eos_token_id=self._model.eos_token_id, stop=parsed.stop, most=parsed.most)
-            for _ in calls
+            AnswerText(self._tokenizer, ends=self._model.ends, stop=parsed.stop, most=parsed.most) for _ in calls
         ]
         kind = DraftStreamer if parsed.drafts else ChoiceStreamer
         self._requests: list[Request] = []

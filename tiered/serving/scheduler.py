@@ -203,11 +203,11 @@ class Scheduler:
         self._round += 1
         asking = [(each, asked) for each in self._running if (asked := each.asked) and each is not self._long]
         short = [(request, asked) for request, asked in asking if asked[1].count <= self.max_prefill_rows]
-        shared = [(request, asked) for request, asked in short if shareable(asked[1])]
+        shared = [(request, asked) for request, asked in short if shareable(*asked)]
         for numbers in groups_of([pass_ for _, (_, pass_) in shared]):
             self._forward([shared[number] for number in numbers])
         for request, asked in short:
-            if not shareable(asked[1]):
+            if not shareable(*asked):
                 self._forward([(request, asked)])
         long = [(request, asked) for request, asked in asking if asked[1].count > self.max_prefill_rows]
         if long and self._long is None:

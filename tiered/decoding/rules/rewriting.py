@@ -40,10 +40,13 @@ class RewritingRule(CommitRule):
 class RewritingState(CommitState):
     """State of a rule whose tokens stay open. Its `choose` chooses rows to rewrite, and counts the block's steps.
 
-    `weighs_masks`: True if the mask token keeps its share of the distribution in `propose`.
+    Attributes:
+        weighs_masks: True if the mask token keeps its share of the distribution in `propose`.
+        soft: `OpenBlock.soft_tokens` of the last step, if the model is conditioned on it; None in a block's first step.
     """
 
     weighs_masks: ClassVar[bool] = False
+    soft: Float[Tensor, "batch rows width"] | None = None
 
     def __init__(self, rule: RewritingRule, steps: int) -> None:
         self._rule, self._steps = rule, steps

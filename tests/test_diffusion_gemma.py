@@ -1,0 +1,256 @@
+"""What official code answers on DiffusionGemma: logits around its window, and canvases by recorded draws. And what is
+kept of a context."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import Allocations
+from replaying import changes
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiered
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
+from tiered.forward.forward import Asked
+from tiered.models.base import DiffusionModel
+from tiered.models.families import family_of
+from tiered.policies.base import StepKind
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "diffusion_gemma"
+CONFIG: dict[str, Any] = json.loads((GOLDENS / "dgemma_tiny" / "config.json").read_text())
+LOGITS: dict[str, dict[str, Any]] = json.loads((GOLDENS / "logits.json").read_text())
+SAMPLING: dict[str, dict[str, Any]] = json.loads((GOLDENS / "sampling.json").read_text())
+TENSORS = load_file(GOLDENS / "logits.safetensors") | load_file(GOLDENS / "sampling.safetensors")
+POLICIES = ["block_causal", "none"]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "dgemma_tiny")
+
+
+def recorded(case: str, name: str) -> Tensor:
+    return TENSORS[f"{case}.{name}"].long()
+
+
+def mask_of(case: str, ids: Tensor) -> Tensor:
+    return TENSORS.get(f"{case}.attention_mask", torch.ones_like(ids)).long()
+
+
+@contextmanager
+def first_step(runtime: Runtime, ids: Tensor, *, seed: int = 0, **call: Any) -> Iterator[Asked]:
+    """The forward of a call's first step, behind the forwards over the prompt."""
+    with torch.no_grad(), runtime.begin(runtime.prepare(ids, seed=seed, **call)) as (denoiser, _):
+        steps = denoiser.steps()
+        forward, pass_ = next(steps)
+        while pass_.kind in (StepKind.PREFILL, StepKind.COMMIT):
+            forward, pass_ = steps.send(forward.logits(pass_))
+        yield forward, pass_
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", LOGITS)
+def test_logits(runtime: Runtime, case: str, policy: str):
+    ids = recorded(case, "input_ids")
+    call = {"attention_mask": mask_of(case, ids), "prior": recorded(case, "canvas"), "max_new_tokens": 16}
+    close: dict[str, Any] = {"atol": 5e-4, "rtol": 1e-4}
+    with first_step(runtime.with_policy(policy), ids, **call) as (forward, pass_):
+        own = TENSORS[f"{case}.logits"]
+        torch.testing.assert_close(forward.logits(pass_), own, **close)
+        soft = runtime.model.soft_tokens((own / 0.7).softmax(-1))
+        conditioned = forward.logits(replace(pass_, soft=soft))
+        torch.testing.assert_close(conditioned, TENSORS[f"{case}.logits_selfcond"], **close)
+        if (one := TENSORS.get(f"{case}.logits_selfcond_row0")) is not None:
+            soft[1:] = 0
+            torch.testing.assert_close(forward.logits(replace(pass_, soft=soft)), one, **close)
+
+
+@pytest.mark.parametrize("case", LOGITS)
+def test_what_is_kept_of_a_context(runtime: Runtime, case: str):
+    ids, mask = recorded(case, "input_ids"), mask_of(case, recorded(case, "input_ids"))
+    canvas = recorded(case, "canvas")
+    with first_step(runtime, ids, attention_mask=mask, prior=canvas, max_new_tokens=16) as (forward, pass_):
+        forward.logits(pass_)
+        for layer, name in ((0, "sliding_attention"), (5, "full_attention")):
+            count = LOGITS[case]["kv_lengths"][name]
+            first = ids.shape[1] - count - forward.store.kept(layer).start
+            there = mask[:, -count:, None].bool()
+            values = forward.store.view(Feature.VALUE, layer)[:, :, first : first + count]
+            official = TENSORS[f"{case}.v.{layer}"]
+            torch.testing.assert_close(values.where(there[:, None], 0), official.where(there[:, None], 0))
+            if bool(mask.all()):  # theirs count the positions of padding too
+                keys = forward.store.view(Feature.KEY, layer)[:, :, first : first + count]
+                torch.testing.assert_close(keys, TENSORS[f"{case}.k.{layer}"])
+
+
+def replay(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded tokens in place of random numbers, as `Generators` draws them."""
+    sampled, noise, canvases = (recorded(case, name) for name in ("sampled", "random", "canvas_index"))
+
+    class Recorded:
+        def __init__(self, seed: int, batch: int, device: torch.device) -> None:
+            self.numbers, self.block = list(range(batch)), -1
+
+        def keep(self, sequences: list[int]) -> None:
+            self.numbers = [self.numbers[sequence] for sequence in sequences]
+
+        def of_block(self) -> "Recorded":
+            self.block += 1
+            self.step = int((canvases < self.block).sum())
+            return self
+
+        def draw(self, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
+            return sampled[self.step, self.numbers[sequence]][rows]
+
+        def tokens(self, columns: int, vocab: int) -> Tensor:
+            self.step += 1
+            return noise[self.step - 1, self.numbers]
+
+    monkeypatch.setattr("tiered.denoising.Generators", Recorded)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", SAMPLING)
+def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str, policy: str):
+    replay(case, monkeypatch)
+    options: dict[str, Any] = dict(SAMPLING[case]["kwargs"])
+    ends = options.pop("eos_token_id", None)
+    options.pop("pad_token_id", None)
+    ids, final = recorded(case, "prompt"), recorded(case, "final")
+    prior = recorded(case, "init").transpose(0, 1).flatten(1)
+    call = {"attention_mask": mask_of(case, ids), "stop_tokens": ends, "stop_at_eos": ends is not None, "seed": 0}
+    out = runtime.with_policy(policy).generate(ids, prior=prior, output_history=True, **call, **options)
+    assert torch.equal(out.sequences, final)
+    taken = sum(out.steps_by_kind.get(kind, 0) for kind in ("step", "refresh"))
+    assert taken == SAMPLING[case]["decoder_forwards"]
+    if ends is None:  # every canvas on the way: what a step leaves is what the next one begins with
+        begun, answer = recorded(case, "canvas_in"), final[:, ids.shape[1] :]
+        columns = [16 * number for number in recorded(case, "canvas_index").tolist()]
+        pairs = zip(columns, begun, strict=True)
+        states = [torch.cat([answer[:, :at], canvas, prior[:, at + 16 :]], dim=1) for at, canvas in pairs]
+        history = [state[:, ids.shape[1] :] for state in out.history or []]
+        assert torch.equal(torch.stack(history), changes([*states, answer]))
+
+
+@pytest.mark.parametrize("canvas", [3, 16, 20])
+@pytest.mark.parametrize("kv", ["raw", "fp8"])
+def test_windows_move_without_a_trace(canvas: int, kv: str):
+    # Canvases shorter than the window, which moves by pieces, and longer ones; prompts in parts shorter than it.
+    runtime = tiered.from_pretrained(GOLDENS / "dgemma_tiny", policy="none", kv=kv)
+    ids = torch.randint(0, 500, (2, 40), generator=torch.Generator().manual_seed(1))
+    call: dict[str, Any] = {"max_new_tokens": 5 * canvas, "block_length": canvas, "block_steps": 2, "seed": 1}
+    own = runtime.generate(ids, stop_at_eos=False, **call).sequences
+    kept = runtime.with_policy("block_causal", prefill_rows=8)
+    assert torch.equal(kept.generate(ids, stop_at_eos=False, **call).sequences, own)
+    with first_step(kept, ids, **call) as (forward, _):
+        columns = [forward.store.kept(layer).stop - forward.store.kept(layer).start for layer in range(6)]
+    assert columns == 5 * [11 + max(canvas, 4 // canvas * canvas)] + [40 + 5 * canvas]
+
+
+def test_its_global_layers_are_streamed(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+    text = CONFIG["text_config"] | {
+        "num_hidden_layers": 8,
+        "layer_types": 2 * [*3 * ["sliding_attention"], "full_attention"],
+        "per_layer_config": {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("3", "7")},
+    }
+    model = random_model(CONFIG | {"text_config": text})
+    ids = torch.randint(0, 500, (1, 400), generator=torch.Generator().manual_seed(2))
+    call: dict[str, Any] = {"max_new_tokens": 32, "block_steps": 3, "seed": 3, "stop_at_eos": False}
+    policy = make_policy("block_causal", prefill_rows=64)
+    free = Runtime(model, policy=policy)
+    own = free.generate(ids, **call)
+    budget = own.memory.peak_device_bytes - 60_000
+    tight = Runtime(model, policy=policy, ledger=Ledger(MemoryBudget.of(budget))).generate(ids, **call)
+    assert torch.equal(tight.sequences, own.sequences)
+    assert tight.memory.peak_device_bytes <= budget
+    assert tight.memory.tiers[Tier.HOST].at_peak[Account.KEY] > 0
+    shape = model.shape
+    windows = 6 * (16 * 2) * (11 + 64)  # rows of the window and of a part of the prompt
+    assert own.memory.tiers[Tier.DEVICE].at_peak[Account.KEY] == 4 * (windows + 2 * 32 * (400 + 32))
+    assert shape.kv_elements == 6 * 32 + 2 * 32
+
+
+@pytest.mark.parametrize("length", [8, 100, 900])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 4096}, {"hidden_size": 256, "intermediate_size": 512}])
+def test_a_call_allocates_what_it_books(
+    random_model: Callable[[Mapping[str, Any]], DiffusionModel], length: int, policy: str, changes: dict[str, int]
+):
+    model = random_model(CONFIG | {"text_config": CONFIG["text_config"] | changes})
+    runtime = Runtime(model, policy=make_policy(policy))
+    call: dict[str, Any] = {"max_new_tokens": 32, "block_steps": 2, "seed": 3, "stop_at_eos": False}
+    with Allocations() as allocated:
+        out = runtime.generate(torch.arange(2 * length).view(2, -1) % 500, **call)
+    assert 0.5 * out.memory.peak_device_bytes <= allocated.peak <= out.memory.peak_device_bytes
+
+
+def test_an_end_may_be_kept_away(runtime: Runtime):
+    call: dict[str, Any] = {"max_new_tokens": 16, "block_steps": 4, "seed": 5}
+    free = runtime.generate(torch.arange(9)[None], stop_at_eos=False, **call).sequences[0, 9:]
+    ends = free[:3].tolist()
+    held = runtime.generate(torch.arange(9)[None], stop_tokens=ends, min_new_tokens=16, **call).sequences[0, 9:]
+    assert not {*ends} & {*held.tolist()}
+
+
+@pytest.mark.parametrize("weights", ["int8", "int8+head", "nvfp4+head"])
+def test_codes_of_its_weights(runtime: Runtime, weights: str):
+    # A coded embedding is decoded by parts, for tokens and for mean embeddings.
+    coded = tiered.from_pretrained(GOLDENS / "dgemma_tiny", weights=weights)
+    chances = torch.randn(1, 16, 512, generator=torch.Generator().manual_seed(3)).softmax(-1)
+    table: Any = coded.model.wte.weight
+    values = table.values() if weights.endswith("+head") else table
+    torch.testing.assert_close(coded.model.soft_tokens(chances), 8 * chances @ values)
+    call: dict[str, Any] = {"max_new_tokens": 32, "block_steps": 3, "seed": 5, "stop_at_eos": False}
+    ids = torch.arange(30)[None]
+    own = coded.with_policy("none").generate(ids, **call).sequences
+    assert torch.equal(coded.generate(ids, **call).sequences, own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config = None"),
+        ({"rope_theta": 5e5}, "is not stretched"),
+        ({"layer_types": ["full_attention"]}, "one for each of 6 layers"),
+        ({"per_layer_config": {"0": {"head_dim": 8}, "5": {"head_dim": 32}}}, "one for all layers of 'full_attention'"),
+        ({"per_layer_config": {"5": {"rope_theta": 1e4}}}, "per_layer_config has"),
+        ({"per_layer_config": {"5": {"num_key_value_heads": 3}}}, "3 key heads of 16 elements"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters"),
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"top_k_experts": 9}, "fewer than num_experts_per_tok = 9"),
+    ],
+)
+def test_a_config_that_cannot_be_read(changes: dict[str, Any], message: str):
+    own = {key: value for key, value in changes.items() if key in ("text_config", "rope_theta")}
+    config = CONFIG | {"text_config": CONFIG["text_config"] | changes} | own
+    with pytest.raises(ValueError, match=message):
+        family_of(config).shape(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"entropy_bound": 0.0}, "entropy_bound = 0"),
+        ({"t_max": 0}, "t_max = 0"),
+        ({"t_min": -1.0}, "t_min = -1"),
+        ({"stability_threshold": -1}, "stability_threshold"),
+        ({"commit": "quota"}, "random noise"),
+        ({"policy": "fast_dllm_dual"}, "block_causal"),
+        ({"cfg_scale": 1.0}, "no token for"),
+    ],
+)
+def test_calls_that_it_refuses(runtime: Runtime, options: dict[str, Any], message: str):
+    policy = options.pop("policy", "none")
+    with pytest.raises(ValueError, match=message):
+        runtime.with_policy(policy).generate(torch.arange(8)[None], max_new_tokens=16, **options)
