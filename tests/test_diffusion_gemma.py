@@ -17,11 +17,19 @@ from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import account_bytes
+from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
+from tiered.decoding.generators import Generators
+from tiered.decoding.tiled_sums import TiledBlock, TiledSums
 from tiered.forward.forward import Asked
+from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
+from tiered.models.logit_tiles import LogitTiles
+from tiered.models.presets import read_preset
+from tiered.models.weight_form import WeightForm
 from tiered.policies.base import StepKind
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -32,6 +40,7 @@ LOGITS: dict[str, dict[str, Any]] = json.loads((GOLDENS / "logits.json").read_te
 SAMPLING: dict[str, dict[str, Any]] = json.loads((GOLDENS / "sampling.json").read_text())
 TENSORS = load_file(GOLDENS / "logits.safetensors") | load_file(GOLDENS / "sampling.safetensors")
 POLICIES = ["block_causal", "none"]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -106,23 +115,29 @@ def replay(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def of_block(self) -> "Recorded":
             self.block += 1
-            self.step = int((canvases < self.block).sum())
+            self.step, self.drawn = int((canvases < self.block).sum()), dict[int, int]()
             return self
 
-        def draw(self, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
-            return sampled[self.step, self.numbers[sequence]][rows]
+        def gumbel(self, sequence: int, rows: int, vocab: int) -> Tensor:
+            """The recorded token's number is largest, in the tile that has it."""
+            begin = self.drawn[sequence] = self.drawn.get(sequence, 0)
+            self.drawn[sequence] += vocab
+            wanted = sampled[self.step, self.numbers[sequence]][:, None] - begin
+            return (wanted == torch.arange(vocab)).double().mul_(1e12)
 
         def tokens(self, columns: int, vocab: int) -> Tensor:
             self.step += 1
+            self.drawn = {}
             return noise[self.step - 1, self.numbers]
 
     monkeypatch.setattr("tiered.denoising.Generators", Recorded)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "tile"), [("block_causal", 8192), ("block_causal", 100), ("none", 512)])
 @pytest.mark.parametrize("case", SAMPLING)
-def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str, policy: str):
+def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str, policy: str, tile: int):
     replay(case, monkeypatch)
+    monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", tile)
     options: dict[str, Any] = dict(SAMPLING[case]["kwargs"])
     ends = options.pop("eos_token_id", None)
     options.pop("pad_token_id", None)
@@ -192,6 +207,59 @@ def test_a_call_allocates_what_it_books(
     with Allocations() as allocated:
         out = runtime.generate(torch.arange(2 * length).view(2, -1) % 500, **call)
     assert 0.5 * out.memory.peak_device_bytes <= allocated.peak <= out.memory.peak_device_bytes
+
+
+def open_tiles(model: DiffusionModel, hidden: Tensor) -> TiledBlock:
+    tiles = LogitTiles.of(model, hidden.clone())
+    pending = torch.ones(hidden.shape[:2], dtype=torch.bool)
+    return TiledBlock(tiles, pending, [hidden.shape[1]] * len(hidden), lambda tokens, logits: None)
+
+
+@pytest.mark.parametrize("tile", [1, 77, 512])
+def test_sums_over_tiles(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tile: int):
+    monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", tile)
+    model, hidden = runtime.model, torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4))
+    logits = model.logits(hidden).double() / 0.3
+    found = TiledSums.of(open_tiles(model, hidden), 0.3, Generators(0, 2, CPU))
+    chances = logits.softmax(-1)
+    torch.testing.assert_close(
+        found.entropy.double(), -(chances * logits.log_softmax(-1)).sum(-1), atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(found.soft, model.soft_tokens(chances.float()), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.peak.double(), logits.amax(-1), atol=1e-3, rtol=1e-5)
+    assert torch.equal(found.likeliest, logits.argmax(-1))
+
+
+def test_draws_over_tiles_have_their_chances(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", 60)
+    model, count = runtime.model, 20_000
+    hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(6)).expand(1, count, 64)
+    drawn = TiledSums.of(open_tiles(model, hidden), 8.0, Generators(3, 1, CPU)).drawn[0]
+    expected = count * (model.logits(hidden[:, :1])[0, 0] / 8.0).softmax(-1)
+    often = expected > 40
+    seen = drawn.bincount(minlength=512)[often]
+    assert int(often.sum()) > 50
+    # Of so many tokens one in a thousand lies more than 3.3 standard deviations off; none lies 5 off.
+    assert ((seen - expected[often]) / expected[often].sqrt()).abs().max() < 5
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+@pytest.mark.parametrize("weights", ["raw", "int4+head"])
+def test_logits_of_the_released_head_are_never_whole(rows: int, weights: str):
+    shape = family_of(read_preset("diffusion-gemma")).shape(read_preset("diffusion-gemma"))
+    sizes = CallShape(
+        shape=shape, batch=1, context=4096, block_length=rows, dtype="bfloat16", weights=WeightForm.of(weights)
+    )
+    booked = account_bytes(make_policy("block_causal").buffers(sizes))[Account.LOGITS]
+    assert booked <= (64 << 20) < 256 * 262144 * 4
+
+
+def test_numbers_that_are_not_finite_are_named(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+    model = random_model(CONFIG)
+    model.blocks[2].shared_out.weight.fill_(float("inf"))
+    runtime = Runtime(model, policy=make_policy("block_causal"))
+    with pytest.raises(NonFiniteError, match="layer 2"):
+        runtime.generate(torch.arange(20)[None], max_new_tokens=16, seed=1)
 
 
 def test_an_end_may_be_kept_away(runtime: Runtime):

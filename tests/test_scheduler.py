@@ -34,6 +34,7 @@ CHECKPOINTS = {
     "llada-moe": "llada_moe/lladamoe_tiny",
     "sdar": "sdar/sdar_tiny",
     "llada2": "llada2/llada2_tiny",
+    "diffusion-gemma": "diffusion_gemma/dgemma_tiny",
 }
 # What requests may ask for, by whether the model knows masks. Steps of 16 rows or more are shared; those of 6 go alone.
 MASKS: list[dict[str, Any]] = [
@@ -55,6 +56,10 @@ BLOCKS: list[dict[str, Any]] = [
     {"max_new_tokens": 48, "block_length": 32, "confidence_threshold": 0.3, "block_steps": 3},
     {"max_new_tokens": 16, "block_length": 8, "temperature": 0.8, "top_k": 20, "block_steps": 3},
 ]
+RANDOM: list[dict[str, Any]] = [
+    {"max_new_tokens": 32, "block_steps": 3},
+    {"max_new_tokens": 20, "block_length": 8, "entropy_bound": 4.0, "t_max": 0.3, "t_min": 0.1, "block_steps": 4},
+]
 # A policy is one row: a family whose requests run under it, and whether its steps are such as several share.
 POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "none", {}, True),
@@ -70,6 +75,7 @@ POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada-moe", "fast_dllm_dual", {}, True),
     ("sdar", "block_causal", {}, True),
     ("llada2", "block_causal", {}, True),
+    ("diffusion-gemma", "block_causal", {}, False),
 ]
 _LOADED: dict[str, Runtime] = {}
 
@@ -82,9 +88,9 @@ def runtime_of(family: str, policy: str, options: Mapping[str, Any]) -> Runtime:
 
 def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
     """What a request asks for, at random."""
-    uniform = runtime.model.shape.noise == "uniform"
-    blocks = runtime.model.shape.block_causal
-    options = dict(generator.choice(UNIFORM if uniform else BLOCKS if blocks else MASKS))
+    noise, blocks = runtime.model.shape.noise, runtime.model.shape.block_causal
+    uniform, of_noise = noise == "uniform", {"uniform": UNIFORM, "random": RANDOM}
+    options = dict(generator.choice(of_noise.get(noise, BLOCKS if blocks else MASKS)))
     if not uniform and not blocks and generator.random() < 0.1:
         others = ("steps", "factor", "remasking", "confidence_threshold")
         options = {"commit": EAGER} | {name: value for name, value in options.items() if name not in others}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.errors import NonFiniteError
@@ -18,15 +18,16 @@ from tiered.decoding.not_finite import cause, first_broken
 from tiered.decoding.observers import CallInspector, Inspector, Traced
 from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.rules.rewriting import RewritingState, TiledState
 from tiered.decoding.token_sampler import TokenSampler
-from tiered.forward.forward import Asked, Forward
+from tiered.forward.forward import Asked, Forward, Logits
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
+from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import PolicyState, Step, StepKind
 
 T = TypeVar("T")
-Asking = Generator[Asked, Float[Tensor, "sequences rows vocab"], T]
+Asking = Generator[Asked, Logits | LogitTiles, T]
 
 
 class Denoiser:
@@ -149,7 +150,7 @@ class Denoiser:
         with span(Op.POLICY):
             asked = self.policy.rows(step)
             if isinstance(self.rule, RewritingState):
-                asked = replace(asked, soft=self.rule.soft)
+                asked = replace(asked, soft=self.rule.soft, tiled=isinstance(self.rule, TiledState))
         if not all(active):
             asked = replace(asked, rows=asked.rows.only(here[:, None]))
         logits, output = (yield from self._logits(step, asked, here)), asked.rows[asked.output]
@@ -175,9 +176,7 @@ class Denoiser:
         self._publisher.step(step.start, step.stop, before if finishes else self._ended, draft, final=final)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
-    def _logits(
-        self, step: Step, asked: Pass, here: Bool[Tensor, " batch"]
-    ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
+    def _logits(self, step: Step, asked: Pass, here: Bool[Tensor, " batch"]) -> "Asking[Logits | LogitTiles]":
         if self._shift is not None:
             # Rows of another block cannot be compared, and a refresh moves every row at once.
             refreshed = asked.refreshed or (asked.kind is StepKind.REFRESH,) * self.canvas.batch
@@ -191,6 +190,7 @@ class Denoiser:
                     raise
                 raise self._not_finite(step, step.active, found) from error
             if self._guidance is not None:
+                assert isinstance(logits, Tensor), "models of tiled logits have no guidance"
                 logits = self._guidance.merge(logits, asked, (step.first_row, step.last_row))
             if self._inspector is not None:
                 self._inspector.after_forward(step, asked.kind, fed.ids, self.forward, here)
@@ -256,7 +256,7 @@ class Denoiser:
 def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -> Asked:
     """The next pass of `steps`. This frame does not keep the logits of `pass_` alive meanwhile."""
     try:
-        logits = forward.logits(pass_)
+        logits = forward.answer(pass_)
     except ValueError as error:
         return steps.throw(error)
     return steps.send(logits)

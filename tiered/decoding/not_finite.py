@@ -44,8 +44,9 @@ def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output:
         for part in parts_of(output.start, most):
             forward.logits(replace(last, rows=forward.rows[part], output=slice(0, 1)))
         last = replace(last, rows=forward.rows[output], output=slice(0, output.stop - output.start))
-    logits = forward.logits(last)
-    if not found and not logits.amax(dim=-1).isfinite().all():
+    answer = forward.answer(replace(last, tiled=forward.model.shape.tiles_logits))
+    tiles = ((slice(None), answer),) if isinstance(answer, Tensor) else answer
+    if not all(logits.amax(dim=-1).isfinite().all() for _, logits in tiles) and not found:
         found.append("the product of the last norm and the output weights")
     return found[0] if found else None
 

@@ -1,6 +1,5 @@
 """From logits to candidates: the proposed token of every pending row, and the confidence in it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,6 @@ class OpenBlock:
             rewrite.
         streams: random streams; None is allowed at temperature 0.
         process: noise process of the model's training; None for masks alone, and for random tokens.
-        soft_tokens: `DiffusionModel.soft_tokens` of a model that is conditioned on its predictions; None for others.
     """
 
     logits: Float[Tensor, "batch rows vocab"]
@@ -41,16 +39,20 @@ class OpenBlock:
     sampling: Sampling = GREEDY
     streams: Generators | None = None
     process: Noise | None = None
-    soft_tokens: Callable[[Tensor], Tensor] | None = None
 
     def pending_rows(self) -> list[Int[Tensor, " rows"]]:
-        pending_first = self.pending.int().argsort(dim=1, descending=True, stable=True)
-        return [pending_first[i, :count] for i, count in enumerate(self.remaining)]
+        return pending_rows(self.pending, self.remaining)
 
     def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
         """Candidates of the rows. Rows that are not pending rank last."""
         confidence = confidence.double().masked_fill_(~self.pending, -torch.inf)
         return Candidates(tokens=tokens, confidence=confidence, pending=self.pending)
+
+
+def pending_rows(pending: Bool[Tensor, "batch rows"], remaining: list[int]) -> list[Int[Tensor, " rows"]]:
+    """The pending rows of each sequence, of which it has so many `remaining`, in order."""
+    pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
+    return [pending_first[i, :count] for i, count in enumerate(remaining)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.rules.rewriting import RewritingState, TiledState
 from tiered.decoding.sampling import OpenBlock, propose
 from tiered.decoding.sampling_options import Sampling
+from tiered.decoding.tiled_sums import TiledBlock
 from tiered.models.base import DiffusionModel
+from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import Step
 
 
@@ -55,7 +57,7 @@ class TokenSampler:
         self,
         rule: CommitState,
         step: Step,
-        logits: Float[Tensor, "batch rows vocab"],
+        logits: "Float[Tensor, 'batch rows vocab'] | LogitTiles",
         output: Rows,
         pending: Bool[Tensor, "batch block"],
         remaining: list[int],
@@ -67,6 +69,11 @@ class TokenSampler:
             logits: logits of the rows `output`; scratch space.
             pending, remaining: open columns of the block, and their number in each sequence.
         """
+        if isinstance(logits, LogitTiles):
+            assert isinstance(rule, TiledState) and output.is_span, "a rule that sums tiles, over whole blocks"
+            return rule.propose_by(
+                TiledBlock(logits, pending, remaining, lambda tokens, tile: self._keep_open(step, tile, None, tokens))
+            )
         predicted = _predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
         tokens, columns = step.canvas.tokens[:, step.start : step.stop], None
         if predicted is not None:
@@ -87,7 +94,6 @@ class TokenSampler:
             streams=self._streams,
             mask_token_id=self._model.mask_token_id,
             process=self._model.noise,
-            soft_tokens=self._model.soft_tokens if self._model.shape.conditioned else None,
         )
         if isinstance(rule, RewritingState):
             if not rule.weighs_masks:
@@ -105,15 +111,24 @@ class TokenSampler:
     def keep(self, sequences: list[int]) -> None:
         self._streams.keep(sequences)
 
-    def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:
+    def _keep_open(
+        self,
+        step: Step,
+        logits: Float[Tensor, "batch rows tokens"],
+        columns: Tensor | None,
+        tokens: slice | None = None,
+    ) -> None:
+        """`tokens`: the tokens that `logits` are of; None for all."""
         short = self._min_new_tokens - (step.start - step.canvas.prompt_length)
         if short + max(step.canvas.tail_counts) <= 0:
             return
         bound = short if step.canvas.tails is None else step.canvas.tails[:, None] + short
         if columns is None:
             columns = torch.arange(step.stop - step.start, device=logits.device)[None]
+        first, last = (0, logits.shape[-1]) if tokens is None else (tokens.start, tokens.stop)
         for end in self._ends:
-            logits[..., end].masked_fill_(columns < bound, -torch.inf)
+            if first <= end < last:
+                logits[..., end - first].masked_fill_(columns < bound, -torch.inf)
 
 
 def _predicted_columns(

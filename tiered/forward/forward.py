@@ -23,9 +23,12 @@ from tiered.forward.parts import CanvasLimits, Part
 from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
 from tiered.models.attention import Limits, heads_joined, merged
 from tiered.models.base import DiffusionModel, RouterProbe, head
+from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
+
+Logits = Float[Tensor, "sequences output vocab"]
 
 
 class Forward:
@@ -96,9 +99,19 @@ class Forward:
         self.limits = self._limits = self._limits.of(sequences)
         self.rotary = self._rotary = [each.of_sequences(sequences) for each in self._rotary]
 
-    def logits(self, pass_: Pass) -> Float[Tensor, "sequences output vocab"]:
-        """float32 logits of the output rows, NaN at rows without a finite norm. A pass over the first sequences leaves
-        the cache of the others unchanged."""
+    def answer(self, pass_: Pass) -> "Logits | LogitTiles":
+        """`logits`, whole or in tiles."""
+        return LogitTiles.of(self.model, self.output(pass_)) if pass_.tiled else self.logits(pass_)
+
+    def logits(self, pass_: Pass) -> Logits:
+        """float32 logits of the output rows, NaN at rows without a finite norm."""
+        hidden = self.output(pass_)
+        if not hidden.shape[1]:
+            return torch.empty(len(hidden), 0, self.model.shape.vocab_size, device=hidden.device)
+        return head(self.model, hidden)
+
+    def output(self, pass_: Pass) -> Float[Tensor, "sequences output width"]:
+        """The last layer's output. A pass over the first sequences leaves the cache of the others unchanged."""
         self.begin(pass_)
         pass_ = replace(pass_, hidden=self.embedded(pass_))
         layers, computed = self.model.shape.layers, 0
@@ -109,10 +122,7 @@ class Forward:
                 pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_)
             computed += entered if pass_.computed is None else pass_.computed
         self.rows_computed = computed / layers
-        hidden = pass_.hidden[:, pass_.output]
-        if not hidden.shape[1]:
-            return torch.empty(len(hidden), 0, self.model.shape.vocab_size, device=hidden.device)
-        return head(self.model, hidden)
+        return pass_.hidden[:, pass_.output]
 
     def embedded(self, pass_: Pass) -> Float[Tensor, "sequences rows width"]:
         """The residual stream of a pass in front of the first layer."""

@@ -17,7 +17,7 @@ from tiered.kernels.expert_table import scratch_numbers
 from tiered.kernels.projection import FEW_ROWS
 from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape
 
 # Rows of all sequences together that pass a layer at a time. They share one read of each weight. In bfloat16 an H100
 # needs about 300 rows before arithmetic, not memory, limits it, and a CPU at most 256. Larger parts gain nothing, and
@@ -86,6 +86,8 @@ def _soft_buffers(sizes: CallShape) -> list[Buffer]:
 
 def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
     """Logits of `rows` rows of each sequence, and the temporaries of the head and of proposing."""
+    if sizes.shape.tiles_logits:
+        return _tile_buffers(sizes, rows)
     shape, of_rows = sizes.shape, (sizes.sequences, rows)
     logits: dict[str, ShapeAndDtype] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
     head = logits | {"normed rows": ((2, *of_rows, shape.width), "float32")}
@@ -101,6 +103,29 @@ def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
         gathered = {"logits of a sequence": ((rows, shape.vocab_size), "float32")}
         buffers += phase("proposal", logits | noise | gathered, Account.LOGITS)
     return buffers
+
+
+def _tile_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
+    """The same for logits in tiles (`TiledSums`)."""
+    shape, tokens, of_rows = sizes.shape, min(VOCABULARY_TILE, sizes.shape.vocab_size), (sizes.sequences, rows)
+    head: dict[str, ShapeAndDtype] = {
+        "sums of embeddings, and a tile's": ((2, *of_rows, shape.width), "float32"),
+        "normed rows": ((2, *of_rows, shape.width), "float32"),
+        "logits": ((*of_rows, tokens), "float32"),
+    }
+    coded = tile_bytes(sizes, (tokens, shape.width), rows) if sizes.weights.head else 0
+    chances, embeddings = ((*of_rows, tokens), "float32"), ((*of_rows, shape.width), sizes.dtype)
+    drawn = {"Gumbel noise": ((rows, tokens), "float64"), "logits of a sequence": ((rows, tokens), "float32")}
+    rounded = {"product": ((*of_rows, tokens), sizes.dtype)} if sizes.dtype != "float32" else {}
+    phases = {
+        "head": head | rounded | {"tile of the weights": ((coded,), "uint8")},
+        "proposal": head | drawn,
+        "mean embedding": head | rounded | {"chances": chances, "weighted": chances, "of a tile": embeddings},
+    }
+    if sizes.weights.head:
+        decoded = min(tokens, max(1, CHUNK_ELEMENTS // shape.width)) * shape.width
+        phases["mean embedding"]["embeddings"] = (decoded * (sizes.element + _DECODED_WEIGHT),), "uint8"
+    return [buffer for name, own in phases.items() for buffer in phase(name, own, Account.LOGITS)]
 
 
 def compared_at_a_time(sizes: CallShape) -> AttentionChunk:

@@ -16,12 +16,13 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Asked, Forward, add_branch
+from tiered.forward.forward import Asked, Forward, Logits, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.coded_rows import Heads
 from tiered.kernels.projection import FEW_ROWS
 from tiered.models.base import head
+from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.models.router import picked_experts
 
@@ -56,11 +57,11 @@ def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
     return groups
 
 
-def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences output vocab"]]:
-    """float32 logits of each pass, all shareable and of one model. On a CPU they equal those of `Forward.logits` bit
-    for bit. Memory stays within the bookings of all calls and `shared_bytes`."""
+def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
+    """`Forward.answer` of each pass; several are all shareable and of one model. On a CPU they equal those of
+    `Forward.logits` bit for bit. Memory stays within the bookings of all calls and `shared_bytes`."""
     if len(asked) == 1:
-        return [forward.logits(pass_) for forward, pass_ in asked]
+        return [forward.answer(pass_) for forward, pass_ in asked]
     model = asked[0][0].model
     for forward, pass_ in asked:
         forward.begin(pass_)

@@ -23,6 +23,7 @@ from tiered.models.noise import Noise
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
+_ALL = slice(None)
 M = TypeVar("M", bound="DiffusionModel")
 KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
@@ -134,8 +135,8 @@ class DiffusionModel(nn.Module):
         step before; None in a block's first step."""
         return hidden
 
-    def soft_tokens(self, chances: Float[Tensor, "batch rows vocab"]) -> Hidden:
-        """The mean embedding of tokens with these `chances`."""
+    def soft_tokens(self, chances: Float[Tensor, "batch rows tokens"], tokens: slice = _ALL) -> Hidden:
+        """The sum of the embeddings of all tokens, or of these, by their `chances`."""
         raise NotImplementedError
 
     def scale_layer(self, layer: int, hidden: Hidden, final: "bool | Bool[Tensor, 'batch rows 1']") -> None:
@@ -186,9 +187,10 @@ class DiffusionModel(nn.Module):
         block = self.blocks[layer]
         return self._gated(block.ff_norm(hidden), block.ff_proj, block.up_proj, block.ff_out)
 
-    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
-        """float32 logits of the last layer's output."""
-        return project(self.ln_f(hidden), (self.wte if self.config.head_tied else self.ff_out).weight).float()
+    def logits(self, hidden: Hidden, tokens: slice = _ALL) -> Float[Tensor, "batch rows vocab"]:
+        """float32 logits of the last layer's output, of all tokens or of these."""
+        weight: Any = (self.wte if self.config.head_tied else self.ff_out).weight
+        return project(self.ln_f(hidden), weight if tokens == _ALL else weight[tokens]).float()
 
     def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear) -> Projected:
         projected = self._scaled(project(rows, projection.weight), projection.weight)
@@ -229,7 +231,11 @@ class DiffusionModel(nn.Module):
 
 def head(model: DiffusionModel, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
     """float32 logits of the last layer's output; NaN at rows without a finite norm. Overwrites `hidden`."""
+    return model.logits(without_norm_marked(hidden))
+
+
+def without_norm_marked(hidden: Hidden) -> Hidden:
+    """`hidden` with NaN in rows without a finite norm, in place."""
     # If the norm of a row overflows float32, the last norm would return zeros, and equal logits would look valid. So
     # such a row becomes NaN here; all others get 0 added.
-    hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
-    return model.logits(hidden)
+    return hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))

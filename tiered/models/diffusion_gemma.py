@@ -229,8 +229,8 @@ class DiffusionGemma(MixtureModel):
             hidden = hidden + self._gated(self.soft_norm(soft), self.soft_proj, self.soft_up, self.soft_out)
         return self._normed(hidden)
 
-    def soft_tokens(self, chances: Float[Tensor, "batch rows vocab"]) -> Hidden:
-        weight: Any = self.wte.weight
+    def soft_tokens(self, chances: Float[Tensor, "batch rows tokens"], tokens: slice = slice(None)) -> Hidden:
+        weight: Any = self.wte.weight[tokens]
         chances = chances.to(weight.dtype)
         if isinstance(weight, CodedRows):
             parts = chunks(*weight.shape)
@@ -276,9 +276,9 @@ class DiffusionGemma(MixtureModel):
         experts, weights = super().picks(layer, rows)
         return Picks(experts, weights * self.blocks[layer].expert_scale.float()[experts])
 
-    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
+    def logits(self, hidden: Hidden, tokens: slice = slice(None)) -> Float[Tensor, "batch rows vocab"]:
         cap = self.config.logit_cap
-        return super().logits(hidden).div_(cap).tanh_().mul_(cap)
+        return super().logits(hidden, tokens).div_(cap).tanh_().mul_(cap)
 
     def _softened(self, layer: int) -> dict[str, Any]:
         return {"scale": 1.0}

@@ -123,9 +123,9 @@ class Gidd(DiffusionModel):
         inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
         return self._project(inner, block.ff_out) * self.config.branch_scale
 
-    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
+    def logits(self, hidden: Hidden, tokens: slice = slice(None)) -> Float[Tensor, "batch rows vocab"]:
         # In place: a step holds no larger tensor.
-        return super().logits(hidden).mul_(self.config.head_scale)
+        return super().logits(hidden, tokens).mul_(self.config.head_scale)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
         scale = self.config.weight_scale

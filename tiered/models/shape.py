@@ -11,6 +11,9 @@ from tiered.core.buffers import ELEMENT_BYTES
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes of an element, by the names of dtypes in config.json and of safetensors users.
 BYTES_PER_ELEMENT: Mapping[str, int] = {name: ELEMENT_BYTES[name] for name in ("float32", "bfloat16", "float16")}
+# Tokens whose logits exist at a time where they are never whole: few enough that those of 256 rows take 8 MiB, and
+# enough that the product with the head reads it at full speed.
+VOCABULARY_TILE = 8192
 Sight = Literal["canvas", "noise", "blocks", "context"]
 CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
 BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})
@@ -156,6 +159,11 @@ class ModelShape:
     def final_apart(self) -> bool:
         """True if final rows attend to fewer rows than others."""
         return self.sight in ("noise", "context")
+
+    @property
+    def tiles_logits(self) -> bool:
+        """True if steps need sums of logits alone, which are made a part of the vocabulary at a time."""
+        return self.noise == "random"
 
     def window(self, layer: int) -> int | None:
         """The window of `layer`; None if it has none."""

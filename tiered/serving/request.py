@@ -16,6 +16,7 @@ from tiered.decoding.observers import Streamer
 from tiered.decoding.output_writer import GenerationState
 from tiered.forward.forward import Asked
 from tiered.forward.together import shared_bytes
+from tiered.models.logit_tiles import LogitTiles
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -118,7 +119,7 @@ class Request:
             self._held = held.pop_all()
         self.state = RequestState.RUNNING
 
-    def advance(self, runtime: Runtime, answer: Tensor | ValueError) -> None:
+    def advance(self, runtime: Runtime, answer: Tensor | LogitTiles | ValueError) -> None:
         """Pass the logits, or an error in their place, to the loop, which runs to its next forward or its end."""
         assert self._steps is not None, "it has begun"
         try:

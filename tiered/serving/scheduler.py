@@ -20,6 +20,7 @@ from tiered.core.modes import call_modes
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.forward import Asked
 from tiered.forward.together import groups_of, logits_together, shareable
+from tiered.models.logit_tiles import LogitTiles
 from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -242,7 +243,7 @@ class Scheduler:
             self.counts.forwards += 1
             self.counts.taken += len(group)
             try:
-                answers: Sequence[Tensor | Exception] = logits_together([asked for _, asked in group])
+                answers: Sequence[Tensor | LogitTiles | Exception] = logits_together([asked for _, asked in group])
             except Exception as error:
                 if len(group) > 1:  # alone, only the request that caused the error fails
                     _LOG.warning("a shared forward failed", exc_info=error)
@@ -253,7 +254,7 @@ class Scheduler:
             for (request, _), answer in zip(group, answers, strict=True):
                 self._advance(request, answer)
 
-    def _advance(self, request: Request, answer: Tensor | Exception) -> None:
+    def _advance(self, request: Request, answer: Tensor | LogitTiles | Exception) -> None:
         request.turn = self._round
         try:
             if isinstance(answer, Exception) and not isinstance(answer, ValueError):

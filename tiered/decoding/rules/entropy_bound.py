@@ -11,8 +11,8 @@ from torch import Tensor
 from tiered.core.checks import check_integer, check_number
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.rules.rewriting import RewritingState
-from tiered.decoding.sampling import OpenBlock
+from tiered.decoding.rules.rewriting import TiledState
+from tiered.decoding.tiled_sums import TiledBlock, TiledSums
 
 MOST = 1e6  # of a temperature or an entropy
 
@@ -63,9 +63,7 @@ class EntropyBound(CommitRule):
         return _Accepting(self, steps_per_block, streams)
 
 
-class _Accepting(RewritingState):
-    weighs_masks = True  # there are none
-
+class _Accepting(TiledState):
     def __init__(self, rule: EntropyBound, steps: int, streams: Generators) -> None:
         self._bound, self._steps, self._streams = rule, steps, streams
 
@@ -74,24 +72,20 @@ class _Accepting(RewritingState):
         self._likeliest: list[Int[Tensor, "batch block"]] = []
         self._noise = self._streams.of_block()
 
-    def propose(self, block: OpenBlock) -> Candidates:
-        assert block.soft_tokens is not None, "the model is conditioned on its own predictions"
-        rule, logits, left = self._bound, block.logits, self._steps - self._step
-        logits.div_(rule.t_min + (rule.t_max - rule.t_min) * left / self._steps)
-        likeliest = logits.argmax(dim=-1)
-        drawn = likeliest.clone()
-        for sequence, rows in enumerate(block.pending_rows()):
-            if len(rows):
-                drawn[sequence, rows] = self._streams.draw(sequence, rows, logits[sequence, rows], 1.0)
-        logits -= logits.logsumexp(dim=-1, keepdim=True)
-        # A token that an answer may not have yet counts 0 · log 0 = 0.
-        least = torch.finfo(logits.dtype).min
-        entropy = -torch.stack([each.clamp(min=least).mul_(each.exp()).sum(dim=-1) for each in logits])
-        noise, ends = self._noise.tokens(logits.shape[1], logits.shape[2]), self._ends(likeliest, entropy)
-        self._done = ends if left > 1 else torch.ones_like(ends)
-        self.soft = block.soft_tokens(logits.exp_())
-        tokens = drawn.where(self._accepted(entropy), noise)
-        return block.candidates(likeliest.where(self._done[:, None], tokens), -entropy)
+    def propose_by(self, block: TiledBlock) -> Candidates:
+        rule, left = self._bound, self._steps - self._step
+        temperature = rule.t_min + (rule.t_max - rule.t_min) * left / self._steps
+        found = TiledSums.of(block, temperature, self._streams)
+        noise = self._noise.tokens(found.drawn.shape[1], block.tiles.vocab_size)
+        ends = self._ends(found.likeliest, found.entropy)
+        self._done, self.soft = ends if left > 1 else torch.ones_like(ends), found.soft
+        tokens = found.drawn.where(self._accepted(found.entropy), noise)
+        return Candidates(
+            tokens=found.likeliest.where(self._done[:, None], tokens),
+            confidence=-found.entropy.double().masked_fill(~block.pending, torch.inf),
+            pending=block.pending,
+            broken=(~found.peak.isfinite() & block.pending).any(dim=1),
+        )
 
     def _ends(
         self, likeliest: Int[Tensor, "batch block"], entropy: Float[Tensor, "batch block"]

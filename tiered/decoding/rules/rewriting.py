@@ -17,6 +17,7 @@ from tiered.core.checks import check_integer, unknown_name
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.sampling import OpenBlock, drawn_from, proposals
+from tiered.decoding.tiled_sums import TiledBlock
 from tiered.models.noise import SCHEDULES, Noise, NoiseSchedule
 
 
@@ -68,6 +69,17 @@ class RewritingState(CommitState):
     @abstractmethod
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
         """True for sequences whose block ends with this step; `changed`: tokens that the step changed."""
+
+
+class TiledState(RewritingState):
+    """State of a rule that needs no more than sums of the logits, which are never whole."""
+
+    def propose(self, block: OpenBlock) -> Candidates:
+        raise AssertionError("its logits are in tiles")
+
+    @abstractmethod
+    def propose_by(self, block: TiledBlock) -> Candidates:
+        """As `propose`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
