@@ -2,8 +2,7 @@
 
     python bench/measure.py STUDY                    # measure; goes on if it was interrupted, else begins anew
     python bench/measure.py STUDY --runs 3           # three rounds over all points, for medians and spreads
-    python bench/measure.py STUDY --show             # only the tables of what was measured
-    python bench/measure.py STUDY --show --into docs/measurements/STUDY.md    # and put them into a page
+    python bench/measure.py STUDY --show --into docs/measurements/STUDY.md    # the tables, and put them into a page
     python bench/measure.py STUDY --help             # its axes, each a flag
 
 A point is a model, a policy with its options, a workload, a budget and a device. Each has a process of its own and is

@@ -167,7 +167,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
             "attn_norm.weight F64",
         ],
     ),
-    "no model type": (config(model_type=...), ValueError, ["model_type", "llada, Dream, gidd"]),
+    "no model type": (config(model_type=...), ValueError, ["model_type", "llada, Dream, diffusion_gemma, gidd"]),
     "unknown model type": (
         config(model_type="lladaa"), ValueError, ["model_type 'lladaa'", "did you mean 'llada'?", "Dream"],
     ),

@@ -76,7 +76,7 @@ RANDOM: dict[str, dict[str, Any]] = {
     "entropy bound": {"entropy_bound": 3.0, "t_max": 0.3, "t_min": 0.1, "block_steps": 6, "seed": 8},
     "stable": {
         "entropy_bound": 6.0,
-        "confidence_threshold": 2.0,
+        "stop_entropy": 2.0,
         "stability_threshold": 0,
         "block_steps": 6,
         "seed": 9,

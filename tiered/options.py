@@ -305,6 +305,8 @@ def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape
     by_chance = given.get("remasking", base.remasking) == "random"
     if shape.noise == "random":  # no token of a prompt is on a canvas
         given["block_edges"] = "prompt"
+        if "confidence_threshold" in given:  # transformers' name
+            given["stop_entropy"] = given.pop("confidence_threshold")
         given["commit"] = given.get("commit", base.commit) or fitting_rules(shape.noise)[0]
     elif given.get("commit", base.commit) is None and rule_options <= {"confidence_threshold"} and not by_chance:
         given["commit"] = "quota"

@@ -40,7 +40,7 @@ class OpenBlock:
     streams: Generators | None = None
     process: Noise | None = None
 
-    def pending_rows(self) -> list[Int[Tensor, " rows"]]:
+    def pending_rows(self) -> list[Int[Tensor, " _"]]:
         return pending_rows(self.pending, self.remaining)
 
     def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
@@ -49,7 +49,7 @@ class OpenBlock:
         return Candidates(tokens=tokens, confidence=confidence, pending=self.pending)
 
 
-def pending_rows(pending: Bool[Tensor, "batch rows"], remaining: list[int]) -> list[Int[Tensor, " rows"]]:
+def pending_rows(pending: Bool[Tensor, "batch rows"], remaining: list[int]) -> list[Int[Tensor, " _"]]:
     """The pending rows of each sequence, of which it has so many `remaining`, in order."""
     pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
     return [pending_first[i, :count] for i, count in enumerate(remaining)]

@@ -28,7 +28,7 @@ class TiledBlock:
     remaining: list[int]
     keep_open: Callable[[slice, Tensor], None]
 
-    def pending_rows(self) -> list[Int[Tensor, " rows"]]:
+    def pending_rows(self) -> list[Int[Tensor, " _"]]:
         return pending_rows(self.pending, self.remaining)
 
 

@@ -13,12 +13,15 @@ from tiered.models.base import DiffusionModel
 PIECES: Mapping[str, Op] = MappingProxyType(
     {
         "embed": Op.EMBED,
+        "condition": Op.EMBED,
         "attention_norm": Op.QKV,
         "keys": Op.QKV,
         "values": Op.QKV,
         "attention_out": Op.ATTENTION_OUT,
         "feed_forward": Op.MLP,
+        "scale_layer": Op.RESIDUAL,
         "logits": Op.HEAD,
+        "soft_tokens": Op.PROPOSE,
     }
 )
 

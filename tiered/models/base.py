@@ -84,7 +84,6 @@ class DiffusionModel(nn.Module):
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
-    ends: tuple[int, ...]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -93,7 +92,6 @@ class DiffusionModel(nn.Module):
         self.mask_token_id = config.mask_token_id
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
-        self.ends = (config.eos_token_id, *config.more_ends)
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         norm = partial(self._norm, eps=config.norm_eps)
         sizes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers)]
@@ -106,6 +104,10 @@ class DiffusionModel(nn.Module):
         if not config.head_tied:
             self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.requires_grad_(False)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return self.eos_token_id, *self.config.more_ends
 
     @classmethod
     def from_config(cls: type[M], config: Mapping[str, Any]) -> M:

@@ -174,7 +174,7 @@ def _rotations(text: Mapping[str, Any]) -> dict[str, Rotation]:
     return found
 
 
-def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int] | None:
+def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
     """Key heads, and elements of a head, of the layers without a window."""
     own = {"num_key_value_heads": text.get("num_global_key_value_heads"), "head_dim": text.get("global_head_dim", 512)}
     by_layer = text.get("per_layer_config")
@@ -194,7 +194,7 @@ def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int] 
             f"config.json: layers of {_FULL!r} have {found[0]} key heads of {found[1]} elements; a divisor of "
             f"{heads} heads, and an even number, are allowed"
         )
-    return None if found == usual else found
+    return found
 
 
 class GemmaNorm(RMSNorm):

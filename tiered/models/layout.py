@@ -322,5 +322,5 @@ def _widths(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
 
 def _global_layers(facts: Mapping[str, Any], layers: int) -> dict[int, tuple[int, int]]:
     """`global_heads` of the layers without a window, by layer; empty if all layers have the same heads."""
-    heads, windows = facts.get("global_heads"), facts.get("windows")
-    return {layer: heads for layer in range(layers) if windows[layer] is None} if heads and windows else {}
+    heads, windows = facts.get("global_heads"), facts.get("windows") or [None] * layers
+    return {layer: heads for layer in range(layers) if windows[layer] is None} if heads else {}

@@ -78,8 +78,8 @@ class ModelShape:
             they attend to all of it. None for a layer without a window. Empty if no layer has one.
         prediction_shift: 1 if row p predicts position p + 1 (Dream), else 0.
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
-        global_heads: key/value heads and elements of a head in layers without a window, if they differ from those above
-            (DiffusionGemma); None if they do not.
+        global_heads: key/value heads and elements of a head in layers without a window, if these have other heads and
+            normed keys as values (DiffusionGemma); None if they are as others.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
         conditioned: True if tokens that are not final are embedded with what the step before predicted there.
         experts: the mixtures of experts; None for a dense model.

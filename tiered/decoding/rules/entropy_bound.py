@@ -31,7 +31,7 @@ class EntropyBound(CommitRule):
         t_max, t_min: temperature of the first step, and the one that it falls towards, evenly by step.
         stability_threshold: steps before for which the likeliest tokens must have been the same for a block to end
             early; 0 for no such condition.
-        confidence_threshold: nats of mean entropy under which a block may end early.
+        stop_entropy: nats of mean entropy under which a block may end early; transformers' `confidence_threshold`.
     """
 
     name: ClassVar[str] = "entropy_bound"
@@ -43,14 +43,14 @@ class EntropyBound(CommitRule):
     t_max: float = 0.8
     t_min: float = 0.4
     stability_threshold: int = 1
-    confidence_threshold: float = 0.005
+    stop_entropy: float = 0.005
 
     def __post_init__(self) -> None:
         for name in ("entropy_bound", "t_max"):
             check_number(name, getattr(self, name), least=0.0, most=MOST)
             if not getattr(self, name):
                 raise ValueError(f"{name} = 0; a number above 0 is allowed")
-        for name in ("t_min", "confidence_threshold"):
+        for name in ("t_min", "stop_entropy"):
             check_number(name, getattr(self, name), least=0.0, most=MOST)
         check_integer("stability_threshold", self.stability_threshold, least=0)
 
@@ -92,7 +92,7 @@ class _Accepting(TiledState):
     ) -> Bool[Tensor, " batch"]:
         """True for sequences whose block may end early."""
         rule, before = self._bound, self._likeliest
-        ends = entropy.mean(dim=-1) < rule.confidence_threshold
+        ends = entropy.mean(dim=-1) < rule.stop_entropy
         if len(before) < rule.stability_threshold:
             ends = torch.zeros_like(ends)
         for each in before:
