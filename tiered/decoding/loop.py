@@ -149,8 +149,8 @@ class Denoiser:
         step = replace(step, next_commits=self._proposer.draw_ranks(self.rule, step, pending))
         with span(Op.POLICY):
             asked = self.policy.rows(step)
-            if isinstance(self.rule, RewritingState):
-                asked = replace(asked, soft=self.rule.soft, tiled=isinstance(self.rule, TiledState))
+            if isinstance(self.rule, TiledState):
+                asked = replace(asked, soft=self.rule.soft, tiled=True)
         if not all(active):
             asked = replace(asked, rows=asked.rows.only(here[:, None]))
         logits, output = (yield from self._logits(step, asked, here)), asked.rows[asked.output]

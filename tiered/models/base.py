@@ -138,7 +138,8 @@ class DiffusionModel(nn.Module):
         return hidden
 
     def soft_tokens(self, chances: Float[Tensor, "batch rows tokens"], tokens: slice = _ALL) -> Hidden:
-        """The sum of the embeddings of all tokens, or of these, by their `chances`."""
+        """The sum of the embeddings of all tokens, or of these, by their `chances`; for `ModelShape.conditioned` models
+        alone."""
         raise NotImplementedError
 
     def scale_layer(self, layer: int, hidden: Hidden, final: "bool | Bool[Tensor, 'batch rows 1']") -> None:

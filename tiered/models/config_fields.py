@@ -28,7 +28,7 @@ _SWITCHES: Mapping[str, tuple[object, ...]] = {
 }
 
 # Kinds of layers by their usual names, and the default of the first layer with a window, as in Qwen3.
-_FULL, _SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28
+FULL, SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28
 
 
 def value_of(config: Mapping[str, object], key: str, default: object) -> object:
@@ -73,16 +73,16 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
     layers, width = positive(config, "num_hidden_layers", most=MOST_LAYERS), length_or_none(config, "sliding_window")
     width = width if used else None
     first = count(config, "max_window_layers", _MAX_WINDOW_LAYERS)
-    kinds = value_of(config, "layer_types", [_SLIDING if width and n >= first else _FULL for n in range(layers)])
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+    kinds = value_of(config, "layer_types", [SLIDING if width and n >= first else FULL for n in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise ValueError(
-            f"config.json: layer_types = {kinds!r}; {_FULL!r} or {_SLIDING!r} for each of {layers} layers is allowed"
+            f"config.json: layer_types = {kinds!r}; {FULL!r} or {SLIDING!r} for each of {layers} layers is allowed"
         )
     if width is None and used and config.get("use_sliding_window"):
         raise ValueError("config.json: use_sliding_window = True, but there is no sliding_window: its width is needed")
-    if width is None and _SLIDING in kinds:
-        raise ValueError(f"config.json: layer_types has {_SLIDING!r}, but no sliding_window is in use")
-    windows = tuple(width if kind == _SLIDING else None for kind in kinds) if _SLIDING in kinds else ()
+    if width is None and SLIDING in kinds:
+        raise ValueError(f"config.json: layer_types has {SLIDING!r}, but no sliding_window is in use")
+    windows = tuple(width if kind == SLIDING else None for kind in kinds) if SLIDING in kinds else ()
     return windows, {**config, "layer_types": None, "sliding_window": None, "use_sliding_window": None}
 
 

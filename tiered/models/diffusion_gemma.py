@@ -1,5 +1,5 @@
 """The DiffusionGemma family (google/diffusiongemma-26B-A4B-it): Gemma 4's layers in an encoder and a decoder that share
-all weights but one number a layer.
+all weights except one number in each layer.
 
 Final tokens are encoded: each attends to itself and the tokens in front of it. The tokens of the open canvas are
 decoded: each attends to the encoded ones and to all of the canvas. Their embeddings carry what the step before
@@ -22,7 +22,7 @@ from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.row_code import chunks
 from tiered.models.attention import Joined
 from tiered.models.base import Hidden, KeyHeads, RMSNorm, RouterProbe
-from tiered.models.config_fields import count, number_in, positive, value_of
+from tiered.models.config_fields import FULL, SLIDING, count, number_in, positive, value_of
 from tiered.models.layout import IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
 from tiered.models.rope import Rotary
@@ -30,7 +30,6 @@ from tiered.models.rotation import Rotation
 from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 _LAYOUT = Layout(
     family="DiffusionGemma",
     allowed={
@@ -85,8 +84,8 @@ _SOFT: Mapping[str, tuple[str, ...]] = {
     "soft_out.weight": ("width", "mlp_width"),
 }
 _ROPE: Mapping[str, Mapping[str, Any]] = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    _FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
 
 
@@ -112,10 +111,10 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
     if stretched := [key for key in ("rope_theta", "rope_scaling") if config.get(key) is not None]:
         raise ValueError(f"{stretched[0]} = {config[stretched[0]]!r}; the rotation of DiffusionGemma is not stretched")
     layers = positive(text, "num_hidden_layers")
-    kinds = value_of(text, "layer_types", [_FULL if layer % 6 == 5 else _SLIDING for layer in range(layers)])
-    if not isinstance(kinds, list) or len(kinds) != layers or _FULL not in kinds:
+    kinds = value_of(text, "layer_types", [FULL if layer % 6 == 5 else SLIDING for layer in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers or FULL not in kinds:
         raise ValueError(f"config.json: layer_types = {kinds!r}; one for each of {layers} layers is allowed")
-    kinds = [*kinds[:-1], _FULL]  # as transformers reads them
+    kinds = [*kinds[:-1], FULL]  # as transformers reads them
     rotations = _rotations(text)
     given = value_of(text, "eos_token_id", 1)
     end, *more_ends = given if isinstance(given, list) and given else [given]
@@ -125,7 +124,7 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
         "max_window_layers": 0,
         "per_layer_config": None,
         "rope_parameters": None,
-        "rope_theta": rotations[_SLIDING].theta,
+        "rope_theta": rotations[SLIDING].theta,
         "num_experts_per_tok": text.get("top_k_experts"),
         "block_size": value_of(config, "canvas_length", 256),
         "dtype": next(
@@ -156,7 +155,7 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
     return GemmaConfig(
         **fields,
         router=Router(score="softmax", picked=experts.picked, normalised=True).check(experts.count),
-        global_rotation=rotations[_FULL],
+        global_rotation=rotations[FULL],
         more_ends=tuple(count({"eos_token_id": each}, "eos_token_id") for each in more_ends),
         logit_cap=number_in(text, "final_logit_softcapping", 30.0),
     )
@@ -179,11 +178,11 @@ def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
     own = {"num_key_value_heads": text.get("num_global_key_value_heads"), "head_dim": text.get("global_head_dim", 512)}
     by_layer = text.get("per_layer_config")
     if by_layer is None:
-        by_layer = {str(layer): own for layer, kind in enumerate(kinds) if kind == _FULL}
+        by_layer = {str(layer): own for layer, kind in enumerate(kinds) if kind == FULL}
     given = [by_layer.get(str(layer), {}) for layer in range(len(kinds))]
-    of_kind = given[kinds.index(_FULL)]
-    if any(each != (of_kind if kind == _FULL else {}) for each, kind in zip(given, kinds, strict=True)):
-        raise ValueError(f"config.json: per_layer_config = {by_layer!r}; one for all layers of {_FULL!r} is allowed")
+    of_kind = given[kinds.index(FULL)]
+    if any(each != (of_kind if kind == FULL else {}) for each, kind in zip(given, kinds, strict=True)):
+        raise ValueError(f"config.json: per_layer_config = {by_layer!r}; one for all layers of {FULL!r} is allowed")
     if of_kind.keys() - own.keys():
         raise ValueError(f"config.json: per_layer_config has {sorted(of_kind)}; {sorted(own)} are allowed")
     heads = positive(text, "num_attention_heads")
@@ -191,7 +190,7 @@ def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
     found = positive(of_kind, "num_key_value_heads", usual[0]), positive(of_kind, "head_dim", usual[1])
     if heads % found[0] or found[1] % 2:
         raise ValueError(
-            f"config.json: layers of {_FULL!r} have {found[0]} key heads of {found[1]} elements; a divisor of "
+            f"config.json: layers of {FULL!r} have {found[0]} key heads of {found[1]} elements; a divisor of "
             f"{heads} heads, and an even number, are allowed"
         )
     return found

@@ -43,11 +43,9 @@ class RewritingState(CommitState):
 
     Attributes:
         weighs_masks: True if the mask token keeps its share of the distribution in `propose`.
-        soft: `OpenBlock.soft_tokens` of the last step, if the model is conditioned on it; None in a block's first step.
     """
 
     weighs_masks: ClassVar[bool] = False
-    soft: Float[Tensor, "batch rows width"] | None = None
 
     def __init__(self, rule: RewritingRule, steps: int) -> None:
         self._rule, self._steps = rule, steps
@@ -72,7 +70,13 @@ class RewritingState(CommitState):
 
 
 class TiledState(RewritingState):
-    """State of a rule that needs no more than sums of the logits, which are never whole."""
+    """State of a rule that needs no more than sums of the logits, which are never whole.
+
+    Attributes:
+        soft: `DiffusionModel.soft_tokens` of the last step; None in a block's first step.
+    """
+
+    soft: Float[Tensor, "batch rows width"] | None = None
 
     def propose(self, block: OpenBlock) -> Candidates:
         raise AssertionError("its logits are in tiles")
