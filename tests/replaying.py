@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.decoding import sampling
 from tiered.decoding.generators import Generators
-from tiered.decoding.sampling import OpenBlock
+from tiered.decoding.open_block import OpenBlock
 
 
 def changes(states: list[Tensor]) -> Tensor:

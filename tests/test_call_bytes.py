@@ -287,6 +287,22 @@ def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: in
     generated(runtime, ids, tight, **{**generation, "steps": 2})
 
 
+@pytest.mark.parametrize("model", ["wide vocabulary", "bfloat16"])
+@pytest.mark.parametrize("case", ["likeliest", "guided", "margin", "cut", "cut, drawn"])
+def test_tiles_of_logits_hold_no_more_than_is_booked(case: str, model: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.models.shape.WHOLE_LOGITS", 2**18)
+    monkeypatch.setattr("tiered.models.shape.TILE_LOGITS", 2**18)
+    monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", 1024)
+    _, options = SAMPLINGS.get(case, (TIGHT, {"cfg_scale": 1.0} if case == "guided" else {}))
+    monkeypatch.setitem(CALLS, case, {"prompt": 16, "max_new_tokens": 256, "block_length": 256, "batch": 2, **options})
+    ids, generation = call_of(case)
+    runtime = Runtime(random_model(**MODELS[model]), policy=make_policy("none"))
+    # Margins are from some rows at a time, and booked as if they were from some tokens.
+    out = generated(runtime, ids, 0.45 if case == "margin" else 0.7, **{**generation, "steps": 2})
+    vocabulary = runtime.model.shape.vocab_size
+    assert out.memory.peak_device_bytes < 2 * 256 * vocabulary * 4
+
+
 # Passes over chosen rows: how tight, the policy's options, the call.
 BRANCHES: dict[str, tuple[float, dict[str, Any], dict[str, Any]]] = {
     "most rows": (0.95, {"update_ratio": 0.95}, {"prompt": 8, "max_new_tokens": 160}),

@@ -22,7 +22,8 @@ from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.generators import Generators
-from tiered.decoding.tiled_sums import TiledBlock, TiledSums
+from tiered.decoding.open_block import OpenBlock
+from tiered.decoding.tiled_sums import TiledSums
 from tiered.forward.forward import Asked
 from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
@@ -209,10 +210,12 @@ def test_a_call_allocates_what_it_books(
     assert 0.5 * out.memory.peak_device_bytes <= allocated.peak <= out.memory.peak_device_bytes
 
 
-def open_tiles(model: DiffusionModel, hidden: Tensor) -> TiledBlock:
-    tiles = LogitTiles.of(model, hidden.clone())
+def open_tiles(model: DiffusionModel, hidden: Tensor, seed: int) -> OpenBlock:
     pending = torch.ones(hidden.shape[:2], dtype=torch.bool)
-    return TiledBlock(tiles, pending, [hidden.shape[1]] * len(hidden), lambda tokens, logits: None)
+    return OpenBlock(
+        logits=LogitTiles.of(model, hidden.clone()), tokens=pending.long(), pending=pending,
+        remaining=[hidden.shape[1]] * len(hidden), mask_token_id=0, streams=Generators(seed, len(hidden), CPU),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("tile", [1, 77, 512])
@@ -220,13 +223,13 @@ def test_sums_over_tiles(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tile
     monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", tile)
     model, hidden = runtime.model, torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(4))
     logits = model.logits(hidden).double() / 0.3
-    found = TiledSums.of(open_tiles(model, hidden), 0.3, Generators(0, 2, CPU))
+    found = TiledSums.of(block := open_tiles(model, hidden, 0), 0.3)
     chances = logits.softmax(-1)
     torch.testing.assert_close(
         found.entropy.double(), -(chances * logits.log_softmax(-1)).sum(-1), atol=1e-4, rtol=1e-4
     )
     torch.testing.assert_close(found.soft, model.soft_tokens(chances.float()), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.peak.double(), logits.amax(-1), atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(block.top.double(), logits.amax(-1) * 0.3, atol=1e-3, rtol=1e-5)
     assert torch.equal(found.likeliest, logits.argmax(-1))
 
 
@@ -234,7 +237,7 @@ def test_draws_over_tiles_have_their_chances(runtime: Runtime, monkeypatch: pyte
     monkeypatch.setattr("tiered.models.shape.VOCABULARY_TILE", 60)
     model, count = runtime.model, 20_000
     hidden = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(6)).expand(1, count, 64)
-    drawn = TiledSums.of(open_tiles(model, hidden), 8.0, Generators(3, 1, CPU)).drawn[0]
+    drawn = TiledSums.of(open_tiles(model, hidden, 3), 8.0).drawn[0]
     expected = count * (model.logits(hidden[:, :1])[0, 0] / 8.0).softmax(-1)
     often = expected > 40
     seen = drawn.bincount(minlength=512)[often]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.decoding.sampling import Generators
+from tiered.decoding.generators import Generators
 from tiered.models.base import DiffusionModel
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

@@ -14,10 +14,10 @@ from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.decoding import sampling
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules import timestep
 from tiered.decoding.rules.base import Candidates
 from tiered.decoding.rules.registry import make_commit_rule
-from tiered.decoding.sampling import OpenBlock
 from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -135,7 +135,7 @@ def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
 def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.MonkeyPatch):
     # Here every sequence has streams of its own; there one stream serves the batch, and is read by `multinomial`.
     def drawn_tokens(block: OpenBlock, least: Tensor | None, sequence: int, rows: Tensor) -> Tensor:
-        allowed, temperature = block.logits[sequence, rows], block.sampling.temperature
+        allowed, temperature = block.whole[sequence, rows], block.sampling.temperature
         if least is not None:
             allowed = allowed.masked_fill(allowed < least[sequence, rows][:, None], -torch.inf)
         return torch.multinomial((allowed / temperature).softmax(-1), 1, replacement=True)[:, 0]

@@ -193,6 +193,28 @@ def exact(runtimes: dict[str, Runtime]) -> Callable[[str, str], Tensor]:
     return cache(lambda family, rule: history(runtimes[family].with_policy("none"), rule))
 
 
+TILED = [case for case in CASES if case[1] in ("none", "elastic_cache") and case[0] != "diffusion-gemma"]
+
+
+@pytest.mark.parametrize(("family", "policy", "rule"), TILED)
+def test_logits_in_tiles_change_no_answer(
+    runtimes: dict[str, Runtime],
+    exact: Callable[[str, str], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    policy: str,
+    rule: str,
+):
+    # Two rows whole, or a hundred tokens of all rows. The rule that draws by tiles has recorded draws of its own.
+    whole = exact(family, rule)
+    for name, size in (("WHOLE_LOGITS", 1100), ("TILE_LOGITS", 100), ("VOCABULARY_TILE", 100)):
+        monkeypatch.setattr(f"tiered.models.shape.{name}", size)
+    runtime = runtimes[family].with_policy(policy, **REFRESHED[policy])
+    if policy == "none":
+        monkeypatch.setattr("tiered.forward.forward.head", None)  # which makes whole logits
+    assert torch.equal(history(runtime, rule), whole)
+
+
 # Updates renew every row too, but a rule that measures drift compares them with the step before, where after a refresh
 # it has nothing to compare. tests/test_polestar_laws.py has this case against an uncached model that it compares too.
 COMPARED = ("polestar", "drift-aware")

@@ -11,9 +11,9 @@ from workloads.staleness import measure_staleness
 
 import tiered
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.registry import COMMIT_RULES
 from tiered.decoding.rules.rewriting import Adaptive, Ancestral, RewritingState, draw, posterior
-from tiered.decoding.sampling import OpenBlock
 from tiered.decoding.sampling_options import Sampling
 from tiered.forward.passes import Pass
 from tiered.models.noise import Noise
@@ -86,7 +86,7 @@ def begun(rule: Adaptive | Ancestral, steps: int, tokens: Tensor) -> RewritingSt
 def test_adaptive_takes_what_the_model_would_change_most(noise: Noise, count: int):
     tokens = torch.tensor([[4, 3, 0, 3, 9, 1, 3, 7], [3, 3, 5, 6, 7, 8, 9, 10]])
     block = open_block(tokens, noise)
-    chances = block.logits.double().softmax(-1)
+    chances = block.whole.double().softmax(-1)
     steps, level = 6, noise.log_snrs(6, "cosine")[6]
     state = begun(Adaptive(tokens_per_step=count), steps, tokens)
     found = state.propose(block)
@@ -171,7 +171,7 @@ def test_draws_follow_the_weights():
 )
 def test_when_a_block_ends(noise: Noise, temperature: float, ends: str):
     tokens = torch.tensor([[MASK, 4, MASK] if noise is MASKS else [5, 4, 6]])
-    wrong = int((open_block(tokens, noise).logits.argmax(-1) != tokens).sum())
+    wrong = int((open_block(tokens, noise).whole.argmax(-1) != tokens).sum())
     state, steps = begun(Adaptive(), 9, tokens), 0
     while True:
         block = open_block(tokens, noise, temperature=temperature)  # always the same logits

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates
-from tiered.decoding.sampling import OpenBlock, drawn_from, propose
+from tiered.decoding.sampling import drawn_from, propose
 from tiered.decoding.sampling_options import CONFIDENCES, Sampling
 
 CPU = torch.device("cpu")

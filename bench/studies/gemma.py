@@ -2,8 +2,9 @@
 
 Parts: `cache` compares the logits of a canvas behind prompts below, at and beyond the window of a tiny random model. It
 asks transformers' `generate` with its dynamic, static and quantized cache, and the library; a quantized cache takes no
-layers with a window, so the same model without windows is asked as well. `head` sums the logits of a step at the
-released head's shape, in float32, in tiles and in one tile of all tokens. Ten minutes on two idle cores.
+layers with a window, so the same model without windows is asked as well. `head` proposes tokens with the heads of
+DiffusionGemma and LLaDA at their released sizes, in float32, from logits in tiles and from whole ones: by the sums that
+DiffusionGemma's rule reads, by the likeliest tokens, and by draws under a cut. A quarter of an hour on two idle cores.
 
 The last line of stdout says, each null as long as its rows are missing,
 
@@ -31,20 +32,22 @@ AXES: Axes = {
     "layers": [*gemma.KINDS],
     "cache": [*gemma.CACHES],
     "prompt": [8, 12, 40],
-    "rows": [64, 256],
-    "width": [2816],
-    "vocab_size": [262144],
+    "head": [*gemma.HEADS],
+    "propose": ["sums", "likeliest", "cut"],
+    "rows": [128, 256],
+    "divisor": [1],
     "repeats": [5],
 }
 QUICK: Axes = {
-    "layers": ["windows"], "cache": ["dynamic", "tiered"], "prompt": [40], "rows": [8], "width": [64],
-    "vocab_size": [20000], "repeats": [1],
+    "layers": ["windows"], "cache": ["dynamic", "tiered"], "prompt": [40], "rows": [256],
+    "divisor": [8], "repeats": [1],
 }  # fmt: skip
 OF = ()
 TIMED = ("whole_s", "tiles_s")
 HEAD = {
     "whole, MiB": "{whole_mib:.0f}",
     "tiles": "{tiles_mib:.0f}",
+    "booked in bfloat16, MiB": "{booked_mib}",
     "whole, s": "{whole_s:.2f}",
     "in tiles": "{tiles_s:.2f}",
 }
@@ -55,10 +58,12 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
     for part in axes["part"]:
         if part not in AXES["part"]:
             raise unknown_name("part", part, AXES["part"])
-        names = ("layers", "prompt", "cache") if part == "cache" else ("rows", "width", "vocab_size", "repeats")
+        names = ("layers", "prompt", "cache") if part == "cache" else ("head", "propose", "rows", "divisor", "repeats")
         for values in product(*(axes[name] for name in names)):
             settings: dict[str, Any] = dict(zip(names, values, strict=True))
-            for name, allowed in (("layers", gemma.KINDS), ("cache", gemma.CACHES)):
+            if part == "head" and (settings["head"] == "diffusion-gemma") != (settings["propose"] == "sums"):
+                continue
+            for name, allowed in (("layers", gemma.KINDS), ("cache", gemma.CACHES), ("head", gemma.HEADS)):
                 if settings.get(name) not in (None, *allowed):
                     raise unknown_name(name, settings[name], allowed)
             yield {"part": part} | settings
@@ -76,7 +81,9 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     caches = [row for row in seen if row["part"] == "cache"]
     columns = dict.fromkeys(row["prompt"] for row in caches)
     of_head = [
-        row | {f"{name}_mib": row[f"{name}_bytes"] / 2**20 for name in ("whole", "tiles")}
+        row
+        | {f"{name}_mib": row[f"{name}_bytes"] / 2**20 for name in ("whole", "tiles")}
+        | {"booked_mib": " → ".join(f"{row[f'{name}_booked'] / 2**20:.0f}" for name in ("whole", "tiles"))}
         for row in seen
         if row["part"] == "head" and row["status"] == "ok"
     ]
@@ -86,7 +93,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
             lambda row: f"{row['layers']}: {row['cache']}",
             {f"{prompt} tokens": (where(prompt=prompt), _difference) for prompt in columns},
         ),
-        "gemma_head": rows_table("{rows} rows", HEAD, of_head),
+        "gemma_head": rows_table("`{head}`, {propose}: {rows} rows", HEAD, of_head),
     }
 
 

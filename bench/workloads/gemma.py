@@ -1,8 +1,9 @@
-"""A tiny random DiffusionGemma in transformers' hands and in the library's; and the sums of a step's logits."""
+"""A tiny random DiffusionGemma in transformers' hands and in the library's; and a step's logits whole and in tiles."""
 
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -11,16 +12,27 @@ from allocations import Allocations
 from measuring.table import Row
 from measuring.worker import RefusedError
 from torch import Tensor
+from torch.nn import Parameter
 
 import tiered
+from tiered.core.buffers import phase_bytes
+from tiered.core.features import Account
 from tiered.decoding.generators import Generators
-from tiered.decoding.tiled_sums import TiledBlock, TiledSums
+from tiered.decoding.open_block import OpenBlock
+from tiered.decoding.sampling import propose as propose_tokens
+from tiered.decoding.sampling_options import GREEDY, Sampling
+from tiered.decoding.tiled_sums import TiledSums
+from tiered.forward.forward_bytes import logit_buffers
+from tiered.forward.sizes import CallShape
 from tiered.models import shape as books
+from tiered.models.base import head
 from tiered.models.families import family_of
 from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import StepKind
 
 WINDOW, CANVAS, VOCABULARY = 12, 16, 512
+# Width and vocabulary of released heads.
+HEADS = {"diffusion-gemma": (2816, 262144), "llada-8b": (4096, 126464)}
 KINDS = {"windows": 5 * ["sliding_attention"] + ["full_attention"], "full": 6 * ["full_attention"]}
 OURS = "tiered"
 CACHES = ("dynamic", "static", "quantized", OURS)
@@ -89,39 +101,76 @@ def _our_logits(folder: str, prompt: Tensor, canvas: Tensor) -> Tensor:
 
 
 def head_rows(settings: Mapping[str, Any]) -> Iterator[Row]:
-    """Sums of the logits of "rows" rows with a head of "width" × "vocab_size", whole and in tiles: bytes that torch
-    allocates, and the median of "repeats" times, in turn."""
-    text = TEXT | {"hidden_size": settings["width"], "vocab_size": settings["vocab_size"], "num_hidden_layers": 1}
-    config = {"model_type": "diffusion_gemma", "text_config": text | {"layer_types": KINDS["full"][:1]}}
+    """What proposing the tokens of "rows" rows takes with the head of a released model, whole and in tiles: bytes that
+    torch allocates, those that the plan books of logits in a call of 4,096 tokens in bfloat16, and the median of
+    "repeats" times, in turn. "head" is a key of `HEADS`, both of whose sizes are divided by "divisor"; "propose" is
+    "sums" for those that its rule reads, "likeliest" for likeliest tokens, and "cut" for draws under a cut."""
+    model = _headed(settings["head"], settings["divisor"])
+    hidden = torch.randn(1, settings["rows"], model.shape.width, generator=torch.Generator().manual_seed(0))
+    seconds: dict[str, list[float]] = {"whole": [], "tiles": []}
+    found: Row = {}
+    with torch.no_grad():
+        for form in seconds:
+            with Allocations() as allocated, _sized(model, settings["propose"], form):
+                _proposed(model, hidden, settings["propose"])
+                found[f"{form}_bytes"], found[f"{form}_booked"] = allocated.peak, _booked(model, settings)
+        for _ in range(settings["repeats"]):
+            for form, of_form in seconds.items():
+                with _sized(model, settings["propose"], form):
+                    began = time.perf_counter()
+                    _proposed(model, hidden, settings["propose"])
+                    of_form.append(time.perf_counter() - began)
+    yield found | {f"{form}_s": median(of_form) for form, of_form in seconds.items()}
+
+
+def _headed(head: str, divisor: int) -> Any:
+    """A model of one layer, without weights but those of its head."""
+    width, vocabulary = (size // divisor for size in HEADS[head])
+    if head == "diffusion-gemma":
+        text = TEXT | {"hidden_size": width, "vocab_size": vocabulary, "num_hidden_layers": 1}
+        config = {"model_type": "diffusion_gemma", "text_config": text | {"layer_types": KINDS["full"][:1]}}
+    else:
+        sizes = {"d_model": width, "n_layers": 1, "n_heads": 4, "mlp_hidden_size": width, "vocab_size": vocabulary}
+        tokens = {"mask_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        config = {"model_type": "llada", "max_sequence_length": 4096, "rope_theta": 5e5} | sizes | tokens
     with torch.device("meta"):
         model = family_of(config).resolve_loader().from_config(config)
-    draws = torch.Generator().manual_seed(0)
-    model.wte.weight = torch.nn.Parameter(
-        torch.randn(settings["vocab_size"], settings["width"], generator=draws).mul_(0.02), requires_grad=False
-    )
-    model.ln_f.weight = torch.nn.Parameter(torch.ones(settings["width"]), requires_grad=False)
-    hidden = torch.randn(1, settings["rows"], settings["width"], generator=draws)
-    tiles = {"whole": settings["vocab_size"], "tiles": books.VOCABULARY_TILE}
-    seconds: dict[str, list[float]] = {name: [] for name in tiles}
-    nbytes = {}
-    with torch.no_grad():
-        for name, tile in tiles.items():
-            with Allocations() as allocated:
-                _sums(model, hidden, tile)
-            nbytes[name] = allocated.peak
-        for _ in range(settings["repeats"]):
-            for name, tile in tiles.items():
-                began = time.perf_counter()
-                _sums(model, hidden, tile)
-                seconds[name].append(time.perf_counter() - began)
-    yield {f"{name}_bytes": nbytes[name] for name in tiles} | {f"{name}_s": median(seconds[name]) for name in tiles}
+    weight = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    (model.wte if model.config.head_tied else model.ff_out).weight = Parameter(weight, requires_grad=False)
+    model.ln_f.weight = Parameter(torch.ones(width), requires_grad=False)
+    return model
 
 
-def _sums(model: Any, hidden: Tensor, tile: int) -> TiledSums:
-    before, books.VOCABULARY_TILE = books.VOCABULARY_TILE, tile
+@contextmanager
+def _sized(model: Any, propose: str, form: str) -> Iterator[None]:
+    """Tiles as they are, or one tile of all logits."""
+    name, whole = ("VOCABULARY_TILE", model.shape.vocab_size) if propose == "sums" else ("WHOLE_LOGITS", 2**62)
+    before = getattr(books, name)
     try:
-        pending = torch.ones(hidden.shape[:2], dtype=torch.bool)
-        block = TiledBlock(LogitTiles(model, hidden), pending, [hidden.shape[1]], lambda tokens, logits: None)
-        return TiledSums.of(block, 0.6, Generators(0, 1, hidden.device))
+        setattr(books, name, whole if form == "whole" else before)
+        yield
     finally:
-        books.VOCABULARY_TILE = before
+        setattr(books, name, before)
+
+
+def _proposed(model: Any, hidden: Tensor, propose: str) -> None:
+    pending, rows = torch.ones(hidden.shape[:2], dtype=torch.bool), hidden.shape[1]
+    tiled = model.shape.tiles_logits(rows)
+    block = OpenBlock(
+        logits=LogitTiles(model, hidden) if tiled else head(model, hidden.clone()),
+        tokens=pending.long(),
+        pending=pending,
+        remaining=[rows],
+        mask_token_id=0,
+        streams=Generators(0, 1, hidden.device),
+        sampling=Sampling(temperature=0.7, top_p=0.9) if propose == "cut" else GREEDY,
+    )
+    _ = TiledSums.of(block, 0.6) if propose == "sums" else propose_tokens(block)
+
+
+def _booked(model: Any, settings: Mapping[str, Any]) -> int:
+    sizes = CallShape(
+        shape=model.shape, batch=1, context=4096, block_length=settings["rows"], dtype="bfloat16",
+        sampled=settings["propose"] == "cut",
+    )  # fmt: skip
+    return phase_bytes(logit_buffers(sizes, settings["rows"]), Account.LOGITS)

@@ -11,6 +11,7 @@ from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
+from tiered.models.logit_tiles import LogitTiles, with_guidance
 
 
 class Guidance:
@@ -45,17 +46,17 @@ class Guidance:
     @spanned(Op.GUIDANCE)
     def merge(
         self,
-        logits: Float[Tensor, "sequences rows vocab"],
+        logits: Float[Tensor, "sequences rows vocab"] | LogitTiles,
         pass_: Pass,
         needed: tuple[int, int],
-    ) -> Float[Tensor, "batch needed vocab"]:
+    ) -> Float[Tensor, "batch needed vocab"] | LogitTiles:
         """Guided logits of the rows `needed`. `logits`, of the output of `pass_`, is scratch space. Unless
         `Pass.guided` is None, the output is a span that may have more rows, for later forwards."""
+        if isinstance(logits, LogitTiles):
+            return replace(logits, scale=self.scale)
         guided, output = pass_.guided, pass_.rows[pass_.output].within
         if guided is None:
-            conditional, unconditional = logits.chunk(2)
-            # In place and in the official order: (scale + 1) · cond − scale · un would round differently.
-            return conditional.sub_(unconditional).mul_(self.scale + 1).add_(unconditional)
+            return with_guidance(logits, self.scale)
         conditional = logits[: len(guided)]
         if any(guided):
             self._renew(conditional, logits[len(guided) :], guided, output.start)

@@ -18,7 +18,7 @@ from tiered.decoding.not_finite import cause, first_broken
 from tiered.decoding.observers import CallInspector, Inspector, Traced
 from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import RewritingState, TiledState
+from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.token_sampler import TokenSampler
 from tiered.forward.forward import Asked, Forward, Logits
 from tiered.forward.passes import Pass
@@ -149,8 +149,8 @@ class Denoiser:
         step = replace(step, next_commits=self._proposer.draw_ranks(self.rule, step, pending))
         with span(Op.POLICY):
             asked = self.policy.rows(step)
-            if isinstance(self.rule, TiledState):
-                asked = replace(asked, soft=self.rule.soft, tiled=True)
+            if isinstance(self.rule, RewritingState) and self.rule.soft is not None:
+                asked = replace(asked, soft=self.rule.soft)
         if not all(active):
             asked = replace(asked, rows=asked.rows.only(here[:, None]))
         logits, output = (yield from self._logits(step, asked, here)), asked.rows[asked.output]
@@ -190,7 +190,6 @@ class Denoiser:
                     raise
                 raise self._not_finite(step, step.active, found) from error
             if self._guidance is not None:
-                assert isinstance(logits, Tensor), "models of tiled logits have no guidance"
                 logits = self._guidance.merge(logits, asked, (step.first_row, step.last_row))
             if self._inspector is not None:
                 self._inspector.after_forward(step, asked.kind, fed.ids, self.forward, here)

@@ -11,6 +11,8 @@ from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.parts import Border
 from tiered.forward.passes import Pass
+from tiered.models.logit_tiles import LogitTiles
+from tiered.models.shape import VOCABULARY_TILE
 
 
 def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, final: Border) -> str | None:
@@ -44,8 +46,7 @@ def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output:
         for part in parts_of(output.start, most):
             forward.logits(replace(last, rows=forward.rows[part], output=slice(0, 1)))
         last = replace(last, rows=forward.rows[output], output=slice(0, output.stop - output.start))
-    answer = forward.answer(replace(last, tiled=forward.model.shape.tiles_logits))
-    tiles = ((slice(None), answer),) if isinstance(answer, Tensor) else answer
+    tiles = LogitTiles.of(forward.model, forward.output(last)).by_tokens(VOCABULARY_TILE)
     if not all(logits.amax(dim=-1).isfinite().all() for _, logits in tiles) and not found:
         found.append("the product of the last norm and the output weights")
     return found[0] if found else None

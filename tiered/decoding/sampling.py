@@ -3,56 +3,19 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates
-from tiered.decoding.sampling_options import GREEDY, Sampling
-from tiered.models.noise import Noise
+from tiered.decoding.sampling_options import Sampling
+from tiered.decoding.tiled_sums import likeliest_tokens
+from tiered.models.logit_tiles import LogitTiles
 
 _SORTED_PARTS = 4  # parts of a sequence's rows, sorted one by one, because a sort takes several times its input
 _SUMMED_PARTS = 8  # parts of the vocabulary, summed one by one, because int64 sums take twice the room of logits
 # Units of a probability: a power of two, so that a float32 down to 2⁻³⁶ is a whole number of them. Sums fit an int64.
 _UNITS = 2**60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenBlock:
-    """A step's view of the block.
-
-    Attributes:
-        logits: logits of the rows that the step computed; scratch space.
-        tokens: tokens of these rows on the canvas.
-        pending: True for rows that may be fixed or rewritten.
-        remaining: number of pending rows by sequence, 0 if it waits; used with `sampling.by_row` and by rules that
-            rewrite.
-        streams: random streams; None is allowed at temperature 0.
-        process: noise process of the model's training; None for masks alone, and for random tokens.
-    """
-
-    logits: Float[Tensor, "batch rows vocab"]
-    tokens: Int[Tensor, "batch rows"]
-    pending: Bool[Tensor, "batch rows"]
-    remaining: list[int]
-    mask_token_id: int
-    sampling: Sampling = GREEDY
-    streams: Generators | None = None
-    process: Noise | None = None
-
-    def pending_rows(self) -> list[Int[Tensor, " _"]]:
-        return pending_rows(self.pending, self.remaining)
-
-    def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
-        """Candidates of the rows. Rows that are not pending rank last."""
-        confidence = confidence.double().masked_fill_(~self.pending, -torch.inf)
-        return Candidates(tokens=tokens, confidence=confidence, pending=self.pending)
-
-
-def pending_rows(pending: Bool[Tensor, "batch rows"], remaining: list[int]) -> list[Int[Tensor, " _"]]:
-    """The pending rows of each sequence, of which it has so many `remaining`, in order."""
-    pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
-    return [pending_first[i, :count] for i, count in enumerate(remaining)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +40,25 @@ def propose(block: OpenBlock) -> Candidates:
     confidence is without Gumbel numbers. The mask token is never proposed, but keeps its share of the distribution. The
     likeliest other token is never cut, and equal logits at the edge of a cut all stay.
     """
+    plain = not block.sampling.by_row and block.sampling.confidence == "probability"
+    if plain and isinstance(block.logits, LogitTiles):
+        return block.candidates(*likeliest_tokens(block))
+    return block.candidates(*block.by_rows(_proposed))
+
+
+def _proposed(block: OpenBlock) -> tuple[Int[Tensor, "batch rows"], Float64[Tensor, "batch rows"]]:
+    """Tokens, and confidence in them."""
     found, sampling = proposals(block), block.sampling
     temperature = 0.0
     if sampling.tempered_confidence:
         temperature = sampling.temperature
-        _cut(block.logits, found.least)
-    return block.candidates(found.tokens, _confidence(block, found, temperature))
+        _cut(block.whole, found.least)
+    return found.tokens, _confidence(block, found, temperature)
 
 
 def proposals(block: OpenBlock) -> Proposals:
-    """The tokens of `propose`; the logits do not change."""
-    logits, sampling = block.logits, block.sampling
+    """The tokens of `propose`, from whole logits, which do not change."""
+    logits, sampling = block.whole, block.sampling
     masked_out = logits[..., block.mask_token_id].clone()
     logits[..., block.mask_token_id] = -torch.inf
     likeliest = tokens = logits.argmax(dim=-1)
@@ -106,8 +77,8 @@ def proposals(block: OpenBlock) -> Proposals:
 
 
 def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
-    """The distribution of pending rows' tokens, written over the logits; at temperature 0 all on the likeliest."""
-    logits, sampling = block.logits, block.sampling
+    """The distribution of pending rows' tokens, written over whole logits; at temperature 0 all on the likeliest."""
+    logits, sampling = block.whole, block.sampling
     likeliest = logits.argmax(dim=-1)
     if sampling.temperature == 0:
         return logits.zero_().scatter_(-1, likeliest[..., None], 1.0)
@@ -128,7 +99,7 @@ def _cut(logits: Float[Tensor, "batch block vocab"], least: Float[Tensor, "batch
 def _least_logits(
     block: OpenBlock, likeliest: Int[Tensor, "batch block"], rows: list[Int[Tensor, " rows"]]
 ) -> Float[Tensor, "batch block"]:
-    logits, sampling = block.logits, block.sampling
+    logits, sampling = block.whole, block.sampling
     least = logits.new_full(likeliest.shape, -torch.inf)
     for i, pending in enumerate(rows):
         for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():
@@ -165,17 +136,18 @@ def _draw(
     """Samples of one sequence's rows. One sequence at a time, because float64 Gumbel numbers take twice the logits'
     room."""
     assert block.streams is not None, "a temperature above 0 needs streams"
-    allowed = block.logits[sequence, rows]
+    allowed = block.whole[sequence, rows]
     if least is not None:
         allowed.masked_fill_(allowed < least[sequence, rows][:, None], -torch.inf)
     allowed[:, block.mask_token_id] = -torch.inf
-    return block.streams.draw(sequence, rows, allowed, block.sampling.temperature)
+    names = rows if block.names is None else block.names[rows]
+    return block.streams.draw(block.sequence + sequence, names, allowed, block.sampling.temperature)
 
 
 def _confidence(block: OpenBlock, found: Proposals, temperature: float) -> Float64[Tensor, "batch block"]:
     """Confidence under softmax(logits / temperature), or under the plain logits at temperature 0. In place, because the
     logits are the largest tensor of a step."""
-    logits, kind = block.logits, block.sampling.confidence
+    logits, kind = block.whole, block.sampling.confidence
     if kind == "probability":
         logits -= logits.gather(-1, found.tokens[..., None])
     else:

@@ -11,11 +11,11 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import RewritingState, TiledState
-from tiered.decoding.sampling import OpenBlock, propose
+from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.sampling import propose
 from tiered.decoding.sampling_options import Sampling
-from tiered.decoding.tiled_sums import TiledBlock
 from tiered.models.base import DiffusionModel
 from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import Step
@@ -69,22 +69,14 @@ class TokenSampler:
             logits: logits of the rows `output`; scratch space.
             pending, remaining: open columns of the block, and their number in each sequence.
         """
-        if isinstance(logits, LogitTiles):
-            assert isinstance(rule, TiledState) and output.is_span, "a rule that sums tiles, over whole blocks"
-            return rule.propose_by(
-                TiledBlock(logits, pending, remaining, lambda tokens, tile: self._keep_open(step, tile, None, tokens))
-            )
         predicted = _predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
         tokens, columns = step.canvas.tokens[:, step.start : step.stop], None
+        rewriting = rule if isinstance(rule, RewritingState) else None
         if predicted is not None:
             columns, valid = predicted
             tokens, pending = tokens.gather(1, columns), pending.gather(1, columns) & valid
-            if self._sampling.by_row or isinstance(rule, RewritingState):
+            if self._sampling.by_row or rewriting or isinstance(logits, LogitTiles):
                 remaining = pending.sum(dim=1).tolist()
-        # Checked before any logit is masked. A row's maximum is NaN if any logit is, and infinite if the row is
-        # useless.
-        broken = (~logits.amax(dim=-1).isfinite() & pending).any(dim=1)
-        self._keep_open(step, logits, columns)
         block = OpenBlock(
             logits=logits,
             tokens=tokens,
@@ -94,14 +86,11 @@ class TokenSampler:
             streams=self._streams,
             mask_token_id=self._model.mask_token_id,
             process=self._model.noise,
+            barred=() if rewriting is None or rewriting.weighs_masks else (self._model.mask_token_id,),
+            ends=self._ends,
+            early=self._early(step, tokens, columns),
         )
-        if isinstance(rule, RewritingState):
-            if not rule.weighs_masks:
-                logits[..., self._model.mask_token_id] = -torch.inf
-            found = rule.propose(block)
-        else:
-            found = propose(block)
-        found = replace(found, broken=broken)
+        found = propose(block) if rewriting is None else rewriting.propose(block)
         if predicted is not None:
             found = _spread(found, *predicted, step.stop - step.start)
         if self._scores is not None:
@@ -111,24 +100,15 @@ class TokenSampler:
     def keep(self, sequences: list[int]) -> None:
         self._streams.keep(sequences)
 
-    def _keep_open(
-        self,
-        step: Step,
-        logits: Float[Tensor, "batch rows tokens"],
-        columns: Tensor | None,
-        tokens: slice | None = None,
-    ) -> None:
-        """`tokens`: the tokens that `logits` are of; None for all."""
+    def _early(self, step: Step, tokens: Tensor, columns: Tensor | None) -> Bool[Tensor, "batch rows"] | None:
+        """True for rows of the first `min_new_tokens` of an answer; None if there are none."""
         short = self._min_new_tokens - (step.start - step.canvas.prompt_length)
         if short + max(step.canvas.tail_counts) <= 0:
-            return
+            return None
         bound = short if step.canvas.tails is None else step.canvas.tails[:, None] + short
         if columns is None:
-            columns = torch.arange(step.stop - step.start, device=logits.device)[None]
-        first, last = (0, logits.shape[-1]) if tokens is None else (tokens.start, tokens.stop)
-        for end in self._ends:
-            if first <= end < last:
-                logits[..., end - first].masked_fill_(columns < bound, -torch.inf)
+            columns = torch.arange(step.stop - step.start, device=tokens.device)[None]
+        return (columns < bound).expand(tokens.shape)
 
 
 def _predicted_columns(

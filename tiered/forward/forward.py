@@ -100,8 +100,9 @@ class Forward:
         self.rotary = self._rotary = [each.of_sequences(sequences) for each in self._rotary]
 
     def answer(self, pass_: Pass) -> "Logits | LogitTiles":
-        """`logits`, whole or in tiles."""
-        return LogitTiles.of(self.model, self.output(pass_)) if pass_.tiled else self.logits(pass_)
+        """`logits`, or tiles of them if there are many."""
+        tiled = pass_.guided is None and self.model.shape.tiles_logits(pass_.outputs)
+        return LogitTiles.of(self.model, self.output(pass_)) if tiled else self.logits(pass_)
 
     def logits(self, pass_: Pass) -> Logits:
         """float32 logits of the output rows, NaN at rows without a finite norm."""

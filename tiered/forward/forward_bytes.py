@@ -17,7 +17,7 @@ from tiered.kernels.expert_table import scratch_numbers
 from tiered.kernels.projection import FEW_ROWS
 from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
-from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape, rows_at_once, tokens_at_once
 
 # Rows of all sequences together that pass a layer at a time. They share one read of each weight. In bfloat16 an H100
 # needs about 300 rows before arithmetic, not memory, limits it, and a CPU at most 256. Larger parts gain nothing, and
@@ -42,7 +42,11 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 
 
 def forward_buffers(
-    sizes: CallShape, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
+    sizes: CallShape,
+    features: Mapping[Feature, int],
+    logit_rows: int | None = None,
+    most_rows: int | None = None,
+    whole_logits: bool = False,
 ) -> list[Buffer]:
     """Device memory of one call beside the weights.
 
@@ -51,6 +55,7 @@ def forward_buffers(
         features: number of layers for which each feature is kept, as from `Policy.features(shape)`.
         logit_rows: most rows of a sequence whose logits a step computes; None for those of a block.
         most_rows: most rows of a sequence that go through a layer in one forward; None for all.
+        whole_logits: as in `logit_buffers`.
     """
     sequences, context, activations = sizes.sequences, sizes.context, Account.ACTIVATIONS
     residual = (sequences, most_rows or context, sizes.shape.width)
@@ -68,7 +73,7 @@ def forward_buffers(
         Buffer("numbers of columns", activations, (2, context), "int64"),
         *_soft_buffers(sizes),
         *part_buffers(sizes, most_rows),
-        *logit_buffers(sizes, logit_rows or sizes.block_length),
+        *logit_buffers(sizes, logit_rows or sizes.block_length, whole=whole_logits),
     ]
     if sizes.compared:
         compared = phase("attention compared", {"rows": ((compared_at_a_time(sizes).temporaries,), "uint8")})
@@ -84,29 +89,42 @@ def _soft_buffers(sizes: CallShape) -> list[Buffer]:
     return [Buffer("soft tokens of the block", Account.ACTIVATIONS, rows, sizes.dtype)]
 
 
-def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
-    """Logits of `rows` rows of each sequence, and the temporaries of the head and of proposing."""
-    if sizes.shape.tiles_logits:
-        return _tile_buffers(sizes, rows)
-    shape, of_rows = sizes.shape, (sizes.sequences, rows)
-    logits: dict[str, ShapeAndDtype] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
-    head = logits | {"normed rows": ((2, *of_rows, shape.width), "float32")}
-    if sizes.dtype != "float32":  # before the cast to float32
-        head["product"] = (*of_rows, shape.vocab_size), sizes.dtype
-    if sizes.weights.head:
-        tile = tile_bytes(sizes, (shape.vocab_size, shape.width), rows)
-        head["tile of the weights"] = (tile,), "uint8"
-    buffers = phase("head", head, Account.LOGITS)
+def logit_buffers(sizes: CallShape, rows: int, *, whole: bool = False) -> list[Buffer]:
+    """Logits of up to `rows` rows of each sequence, and the temporaries of the head and of proposing. `whole`: whether
+    logits are never in tiles."""
+    if sizes.shape.noise == "random":
+        return _sum_buffers(sizes, rows)
+    vocab, of_rows = sizes.shape.vocab_size, sizes.sequences * rows
+    buffers: list[Buffer] = []
+    if not whole and sizes.shape.tiles_logits(of_rows):
+        buffers += phase("head by tiles", _head(sizes, of_rows, min(vocab, tokens_at_once(of_rows))), Account.LOGITS)
+        of_rows, rows = min(of_rows, rows_at_once(vocab)), min(rows, rows_at_once(vocab))
+    head = _head(sizes, of_rows, vocab)
+    buffers += phase("head", head, Account.LOGITS)
     if sizes.sampled:
         # Of one sequence. A sort of some of its rows fits in there, and so do logarithms.
-        noise = {"Gumbel noise": ((rows, shape.vocab_size), "float64")}
-        gathered = {"logits of a sequence": ((rows, shape.vocab_size), "float32")}
-        buffers += phase("proposal", logits | noise | gathered, Account.LOGITS)
+        noise = {"Gumbel noise": ((rows, vocab), "float64")}
+        gathered = {"logits of a sequence": ((rows, vocab), "float32")}
+        buffers += phase("proposal", {"logits": head["logits"]} | noise | gathered, Account.LOGITS)
     return buffers
 
 
-def _tile_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
-    """The same for logits in tiles (`TiledSums`)."""
+def _head(sizes: CallShape, rows: int, tokens: int) -> dict[str, ShapeAndDtype]:
+    """Temporaries of making the logits of `rows` rows and `tokens` tokens, and the logits."""
+    width = sizes.shape.width
+    head: dict[str, ShapeAndDtype] = {
+        "logits": ((rows, tokens), "float32"),
+        "normed rows": ((2, rows, width), "float32"),
+    }
+    if sizes.dtype != "float32":  # before the cast to float32
+        head["product"] = (rows, tokens), sizes.dtype
+    if sizes.weights.head:
+        head["tile of the weights"] = (tile_bytes(sizes, (tokens, width), rows),), "uint8"
+    return head
+
+
+def _sum_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
+    """The same for a rule that only reads sums of logits (`TiledSums`)."""
     shape, tokens, of_rows = sizes.shape, min(VOCABULARY_TILE, sizes.shape.vocab_size), (sizes.sequences, rows)
     head: dict[str, ShapeAndDtype] = {
         "sums of embeddings, and a tile's": ((2, *of_rows, shape.width), "float32"),

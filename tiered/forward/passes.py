@@ -48,7 +48,6 @@ class Pass:
         watch: called in the last layer, before the attention of rows; None for no call.
         soft: `DiffusionModel.soft_tokens` of the output rows in the step before, if the model is conditioned on them.
             None in a block's first step.
-        tiled: whether logits are made a part of the vocabulary at a time (`LogitTiles`).
         refreshed: the sequences whose rows are all recomputed. None for all of them in a forward of kind `REFRESH`,
             and otherwise for no sequence.
         hidden: the residual stream of the rows, which a layer may update in place; empty before the first layer.
@@ -65,7 +64,6 @@ class Pass:
     guided: tuple[bool, ...] | None = None
     watch: "AttentionWatch | None" = None
     soft: Float[Tensor, "sequences output width"] | None = None
-    tiled: bool = False
     refreshed: tuple[bool, ...] | None = None
     hidden: Float[Tensor, "batch rows width"] = _NOT_YET
     computed: int | None = None
@@ -74,6 +72,11 @@ class Pass:
     def count(self) -> int:
         """Rows of all sequences."""
         return len(self.ids) * self.rows.count
+
+    @property
+    def outputs(self) -> int:
+        """Rows of all sequences whose logits are computed."""
+        return len(self.ids) * self.rows[self.output].count
 
 
 # Called with the `Forward`, the layer and its input; returns its output.

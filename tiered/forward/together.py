@@ -33,7 +33,9 @@ def shareable(forward: Forward, pass_: Pass) -> bool:
     """Whether a pass may be batched with other passes."""
     if forward.model.shape.conditioned:
         return False
-    outputs = len(pass_.ids) * pass_.rows[pass_.output].count
+    outputs = pass_.outputs
+    if forward.model.shape.tiles_logits(outputs):
+        return False
     few = FEW_ROWS if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
     return pass_.program is None and not pass_.reads and pass_.count in few and (not outputs or outputs in few)
 

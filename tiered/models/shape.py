@@ -11,9 +11,10 @@ from tiered.core.buffers import ELEMENT_BYTES
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes of an element, by the names of dtypes in config.json and of safetensors users.
 BYTES_PER_ELEMENT: Mapping[str, int] = {name: ELEMENT_BYTES[name] for name in ("float32", "bfloat16", "float16")}
-# Tokens whose logits exist at a time where they are never whole: few enough that those of 256 rows take 8 MiB, and
-# enough that the product with the head reads it at full speed.
-VOCABULARY_TILE = 8192
+# Logits of a step that exist at once, 32 MiB. More are made in tiles: of some tokens, or whole of some rows.
+WHOLE_LOGITS = 2**23
+# Logits of a tile of tokens, 8 MiB; and its least tokens, so that the product with the head reads it at full speed.
+TILE_LOGITS, VOCABULARY_TILE = 2**21, 8192
 Sight = Literal["canvas", "noise", "blocks", "context"]
 CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
 BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})
@@ -160,10 +161,10 @@ class ModelShape:
         """True if final rows attend to fewer rows than others."""
         return self.sight in ("noise", "context")
 
-    @property
-    def tiles_logits(self) -> bool:
-        """True if steps need sums of logits alone, which are made a part of the vocabulary at a time."""
-        return self.noise == "random"
+    def tiles_logits(self, rows: int) -> bool:
+        """Whether the logits of a step's `rows` rows of all sequences are made in tiles: if they are many, and always
+        under a rule that reads sums of them alone."""
+        return bool(rows) and (self.noise == "random" or rows * self.vocab_size > WHOLE_LOGITS)
 
     def window(self, layer: int) -> int | None:
         """The window of `layer`; None if it has none."""
@@ -211,6 +212,16 @@ class ModelShape:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+
+def tokens_at_once(rows: int) -> int:
+    """Tokens of a tile of `rows` rows."""
+    return max(VOCABULARY_TILE, TILE_LOGITS // rows)
+
+
+def rows_at_once(row_elements: int) -> int:
+    """Rows whose logits exist whole at once, if a row takes so many."""
+    return max(1, WHOLE_LOGITS // row_elements)
 
 
 class Kind(NamedTuple):

@@ -170,8 +170,9 @@ class Policy(ABC):
         """Device buffers of a call beside weights, records and slots, with all features on the device."""
         needs = self.needs(sizes)
         logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
-        buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows)
-        if sizes.guidance and needs.skips_guidance:  # for steps without the unconditional half
+        keeps_difference = sizes.guidance and needs.skips_guidance
+        buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows, keeps_difference)
+        if keeps_difference:  # for steps without the unconditional half
             difference = (sizes.batch, logit_rows, sizes.shape.vocab_size)
             buffers.append(Buffer("difference of guidance", Account.LOGITS, difference, "float32"))
         if sizes.kv is not None and (needs.reads_keys or sizes.compared):

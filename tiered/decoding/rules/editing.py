@@ -3,7 +3,7 @@
 Unlike in the authors' code, [MASK] is never proposed, so every block ends.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
-from tiered.decoding.sampling import OpenBlock, propose
+from tiered.decoding.sampling import propose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class _Joint(RewritingState):
         filled = _filled(found.confidence, masked, rule)
         edited = block.pending & ~masked & (found.confidence > rule.editing_threshold) & (found.tokens != block.tokens)
         self._found_clean, self._is_clean = ~masked.any(dim=1), ~(masked & ~filled).any(dim=1)
-        return block.candidates(found.tokens, (filled | edited).double().log_())
+        return replace(found, confidence=(filled | edited).double().log_())
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         self._clean_steps += self._found_clean

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.rules.rewriting import TiledState
-from tiered.decoding.tiled_sums import TiledBlock, TiledSums
+from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.tiled_sums import TiledSums
+from tiered.models.logit_tiles import LogitTiles
 
 MOST = 1e6  # of a temperature or an entropy
 
@@ -63,7 +65,9 @@ class EntropyBound(CommitRule):
         return _Accepting(self, steps_per_block, streams)
 
 
-class _Accepting(TiledState):
+class _Accepting(RewritingState):
+    weighs_masks = True
+
     def __init__(self, rule: EntropyBound, steps: int, streams: Generators) -> None:
         self._bound, self._steps, self._streams = rule, steps, streams
 
@@ -72,20 +76,16 @@ class _Accepting(TiledState):
         self._likeliest: list[Int[Tensor, "batch block"]] = []
         self._noise = self._streams.of_block()
 
-    def propose_by(self, block: TiledBlock) -> Candidates:
+    def propose(self, block: OpenBlock) -> Candidates:
+        assert isinstance(block.logits, LogitTiles), "this family's logits are in tiles"
         rule, left = self._bound, self._steps - self._step
         temperature = rule.t_min + (rule.t_max - rule.t_min) * left / self._steps
-        found = TiledSums.of(block, temperature, self._streams)
-        noise = self._noise.tokens(found.drawn.shape[1], block.tiles.vocab_size)
+        found = TiledSums.of(block, temperature)
+        noise = self._noise.tokens(found.drawn.shape[1], block.logits.vocab_size)
         ends = self._ends(found.likeliest, found.entropy)
         self._done, self.soft = ends if left > 1 else torch.ones_like(ends), found.soft
         tokens = found.drawn.where(self._accepted(found.entropy), noise)
-        return Candidates(
-            tokens=found.likeliest.where(self._done[:, None], tokens),
-            confidence=-found.entropy.double().masked_fill(~block.pending, torch.inf),
-            pending=block.pending,
-            broken=(~found.peak.isfinite() & block.pending).any(dim=1),
-        )
+        return block.candidates(found.likeliest.where(self._done[:, None], tokens), -found.entropy)
 
     def _ends(
         self, likeliest: Int[Tensor, "batch block"], entropy: Float[Tensor, "batch block"]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, unknown_name
 from tiered.decoding.generators import Generators
+from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.sampling import OpenBlock, drawn_from, proposals
-from tiered.decoding.tiled_sums import TiledBlock
+from tiered.decoding.sampling import drawn_from, proposals
 from tiered.models.noise import SCHEDULES, Noise, NoiseSchedule
 
 
@@ -43,9 +43,11 @@ class RewritingState(CommitState):
 
     Attributes:
         weighs_masks: True if the mask token keeps its share of the distribution in `propose`.
+        soft: `DiffusionModel.soft_tokens` of the last step; None in a block's first step, and for other models.
     """
 
     weighs_masks: ClassVar[bool] = False
+    soft: Float[Tensor, "batch rows width"] | None = None
 
     def __init__(self, rule: RewritingRule, steps: int) -> None:
         self._rule, self._steps = rule, steps
@@ -67,23 +69,6 @@ class RewritingState(CommitState):
     @abstractmethod
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
         """True for sequences whose block ends with this step; `changed`: tokens that the step changed."""
-
-
-class TiledState(RewritingState):
-    """State of a rule that needs no more than sums of the logits, which are never whole.
-
-    Attributes:
-        soft: `DiffusionModel.soft_tokens` of the last step; None in a block's first step.
-    """
-
-    soft: Float[Tensor, "batch rows width"] | None = None
-
-    def propose(self, block: OpenBlock) -> Candidates:
-        raise AssertionError("its logits are in tiles")
-
-    @abstractmethod
-    def propose_by(self, block: TiledBlock) -> Candidates:
-        """As `propose`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +107,14 @@ class MostWanted(RewritingState):
         process, level, _ = self.levels(block)
         # π(z): probability of each current token under the noise at this level.
         of_token, of_mask = process.probability(level)
-        noise = block.logits.new_full(block.tokens.shape, of_token)
+        noise = torch.full_like(block.tokens, of_token, dtype=torch.float32)
         noise.masked_fill_(block.tokens == block.mask_token_id, of_mask).masked_fill_(~block.pending, 0.0)
         self._settles = block.sampling.temperature == 0
         # If noise makes masks alone, a written token cannot be noise any more.
         self._fixes = process.of_tokens(level) == 0
-        found = proposals(block)
-        gain = _gain(block, found.likeliest)
+        tokens, gain = block.by_rows(_tokens_and_gain)
         gain *= noise / noise.sum(dim=-1, keepdim=True)
-        return block.candidates(found.tokens, self.urgency(gain, noise))
+        return block.candidates(tokens, self.urgency(gain, noise))
 
     def urgency(self, gain: Float[Tensor, "batch rows"], noise: Tensor) -> Float[Tensor, "batch rows"]:
         """`gain`, and −inf for tokens that cannot be noise."""
@@ -151,13 +135,13 @@ class MostWanted(RewritingState):
         return ~self._left | settled if self._settles else ~self._left
 
 
-def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:
-    """p_max − p_current. Overwrites the logits, the largest tensor of a step."""
-    logits = block.logits
-    logits -= logits.gather(-1, likeliest[..., None])
+def _tokens_and_gain(block: OpenBlock) -> tuple[Int[Tensor, "batch rows"], Float[Tensor, "batch rows"]]:
+    """Proposed tokens, and p_max − p_current. Overwrites the logits, the largest tensor of a step."""
+    logits, found = block.whole, proposals(block)
+    logits -= logits.gather(-1, found.likeliest[..., None])
     logits.exp_()
     of_current = logits.gather(-1, block.tokens[..., None])[..., 0]
-    return (1 - of_current) / logits.sum(dim=-1)
+    return found.tokens, (1 - of_current) / logits.sum(dim=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +168,11 @@ class Ancestral(RewritingRule):
 
 class _Posterior(RewritingState):
     def propose(self, block: OpenBlock) -> Candidates:
+        (tokens,) = block.by_rows(self._drawn)
+        tokens = tokens.where(block.pending, block.tokens)
+        return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
+
+    def _drawn(self, block: OpenBlock) -> tuple[Int[Tensor, "batch rows"]]:
         assert block.streams is not None, "a rule that draws needs streams"
         process, noisy, cleaner = self.levels(block)
         tokens = block.tokens.clone()
@@ -192,9 +181,9 @@ class _Posterior(RewritingState):
             if len(rows):
                 current = block.tokens[sequence, rows]
                 weights = posterior(expected[sequence, rows], current, process, noisy, cleaner)
-                tokens[sequence, rows] = draw(weights, block.streams, sequence)
+                tokens[sequence, rows] = draw(weights, block.streams, block.sequence + sequence)
                 del weights  # freed before the next sequence's weights are made
-        return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
+        return (tokens,)
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         self._step += 1
