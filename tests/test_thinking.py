@@ -23,6 +23,7 @@ import tiered
 from tiered.cli.main import main
 from tiered.models.response import CONTENT, THINKING, ResponseParts, response_template, split_response
 from tiered.models.tokenizer import load_tokenizer
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 TESTS = Path(__file__).parent
@@ -247,6 +248,33 @@ def test_variables_need_a_chat(served: Served, runtime: Runtime, capsys: pytest.
         with pytest.raises(SystemExit):
             main(["generate", "x", "--chat-template-kwargs", text])
         assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if x is not defined %}{% set x = 1 %}{% endif %}{{ x }}",
+        "{% for message in messages %}{%- generation -%}{{ x }}{% endgeneration %}{% break %}{% endfor %}",
+        "{% macro shown(y) %}{{ x }}{% endmacro %}{{ shown(raise_exception is defined) }}",
+    ],
+)
+def test_variables_that_templates_read(template: str):
+    tokenizer = tokenizer_of([*range(300, 332)])
+    tokenizer.chat_template = template
+    runtime = Runtime(tiered.from_pretrained(TINY).model, policy=make_policy("none"), tokenizer=tokenizer)
+    call = runtime.prepare(MESSAGES, chat_template_kwargs={"x": " w9"})
+    assert call.prompts.chat and call.prompts.rows() == [[9]]
+    with pytest.raises(ValueError, match="has 'y', which the chat template does not read; allowed: x"):
+        runtime.prepare(MESSAGES, chat_template_kwargs={"y": 1})
+
+
+def test_a_chat_template_that_cannot_be_read():
+    tokenizer = tokenizer_of([*range(300, 332)])
+    tokenizer.chat_template = "{% if %}"
+    runtime = Runtime(tiered.from_pretrained(TINY).model, policy=make_policy("none"), tokenizer=tokenizer)
+    for variables, words in ((None, "refuses the chat"), ({"x": 1}, "cannot be read")):
+        with pytest.raises(ValueError, match=f"the chat template {words}: Expected an expression"):
+            runtime.prepare(MESSAGES, chat_template_kwargs=variables)
 
 
 def test_thinking_of_earlier_answers_is_the_templates(served: Served):

@@ -30,7 +30,7 @@ def response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | No
 
     Other fields are calls of tools. Tools are not supported, so such a call stays in the content and is not lost.
     """
-    template: Any = tokenizer.response_template
+    template: Any = getattr(tokenizer, "response_template", None)  # classes of other packages may lack it
     if template is None:
         return None
     # An answer that ends early may lack a field.

@@ -32,7 +32,7 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
             )
-        if tokenizer.response_template is not None:
+        if getattr(tokenizer, "response_template", None) is not None:
             tokenizer.get_response_parser(prefix="")
     except Exception as error:  # transformers raises different types, depending on the file's content
         if "trust_remote_code" in str(error):  # its advice, which does not work here
