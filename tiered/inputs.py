@@ -1,33 +1,41 @@
 """Reads and checks a caller's text, chats or ids as prompts for a canvas."""
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
+import jinja2.meta
 import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.core.checks import check_switch
+from tiered.core.checks import check_switch, nearest
 
 Message = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Ids | Mapping[str, Any]
 ENCODED = ("input_ids", "attention_mask", "token_type_ids")
+_NO_CHAT = "chat_template_kwargs are for prompts that a chat template writes; leave them out"
 _ALLOWED_IDS = "a LongTensor [batch, length], a numpy array or lists of ints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts as the caller padded them, on any side."""
+    """Prompts as the caller padded them, on any side.
+
+    Attributes:
+        chat: whether the chat template wrote them.
+    """
 
     ids: Int[Tensor, "batch length"]
     mask: Bool[Tensor, "batch length"]
+    chat: bool = False
 
     @property
     def longest(self) -> int:
@@ -38,7 +46,11 @@ class Prompts:
         return int(self.mask.sum(dim=1).min())
 
     def to(self, device: torch.device | str) -> "Prompts":
-        return Prompts(ids=self.ids.to(device), mask=self.mask.to(device))
+        return replace(self, ids=self.ids.to(device), mask=self.mask.to(device))
+
+    def rows(self) -> list[list[int]]:
+        """Tokens of each prompt, without padding."""
+        return [row[mask].tolist() for row, mask in zip(self.ids, self.mask, strict=True)]
 
 
 def read_inputs(
@@ -50,6 +62,7 @@ def read_inputs(
     pad_token_id: int,
     vocab_size: int,
     raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompts:
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
@@ -62,27 +75,38 @@ def read_inputs(
             `attention_mask`: mask of the ids' shape, 0 at padding on any side; None for the mask in `inputs`, or no
             padding. `token_type_ids`: zeros, which tokenizers return; the models have no embedding for them.
         tokenizer_missing: reason in the error for text without a tokenizer.
+        chat_template_kwargs: variables of the chat template; None for none.
 
     Raises:
-        TypeError: no inputs, or two; another kind of input; a mask beside text; `raw` beside chats.
+        TypeError: no inputs, or two; another kind of input; a mask beside text; `raw` beside chats; variables without a
+            chat.
         ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text without
-            a tokenizer.
+            a tokenizer. Also a chat that the template refuses, or a variable that it does not read.
     """
     check_switch("raw", raw)
+    variables = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise TypeError(f"chat_template_kwargs = {variables!r:.80}; a mapping of variables by name is allowed")
+    chat = False
     given, attention_mask = _given(inputs, {name: encoded.get(name) for name in ENCODED})
     if not _are_ids(given):
         if attention_mask is not None:
             raise TypeError("attention_mask is for token ids; leave it out with text, which is padded and masked here")
         if tokenizer is None:
             raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
-        rows = _encode(given, tokenizer, raw)
+        chat = bool(tokenizer.chat_template) and not raw
+        if variables and not chat:
+            raise TypeError(_NO_CHAT)
+        rows = _encode(given, tokenizer, raw, variables)
         for i, row in enumerate(rows):
             if not row:
                 raise ValueError(f"prompt {i} is empty: {given!r:.80} has no token")
         given = rows
+    elif variables:
+        raise TypeError(_NO_CHAT)
     ids, filled = _padded("ids", given, pad_token_id)
     if attention_mask is None:
-        return _checked(ids, filled, vocab_size)
+        return replace(_checked(ids, filled, vocab_size), chat=chat)
     mask, as_long = _padded("attention_mask", attention_mask, 0)
     if mask.shape == ids.shape and not torch.equal(filled, as_long):
         raise ValueError("attention_mask has rows of other lengths than the ids; equal lengths are allowed")
@@ -150,7 +174,9 @@ def _tensor(row: Any) -> Tensor:
     return torch.tensor(array.astype(np.int64) if array.dtype.kind in "iu" else array.copy())
 
 
-def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> list[list[int]]:
+def _encode(
+    inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool, variables: Mapping[str, Any]
+) -> list[list[int]]:
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, Sequence):
@@ -173,9 +199,35 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> li
         raise TypeError("raw = True is for strings; chats need the chat template")
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; pass the prompt as a string")
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    if variables:
+        _check_variables(variables, tokenizer)
+    try:
+        texts = [
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **variables)
+            for chat in chats
+        ]
+    except Exception as error:  # a template can raise any
+        raise ValueError(f"the chat template refuses the chat: {error}") from error
     # The template has written the special tokens.
     return [_ids(str(text), tokenizer, add_special_tokens=False) for text in texts]
+
+
+def _check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    # Marks of what an assistant wrote are transformers' own and hold no variable.
+    template = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", tokenizer.get_chat_template())
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        read = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template cannot be read: {error}") from error
+    own = {"messages", "raise_exception", "strftime_now", *environment.globals, *tokenizer.special_tokens_map}
+    own |= inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+    allowed = read - own
+    for name in variables:
+        if name not in allowed:
+            near = nearest(name, allowed)
+            hint = f"; did you mean {near!r}?" if near else f"; allowed: {', '.join(sorted(allowed)) or 'none'}"
+            raise ValueError(f"chat_template_kwargs has {name!r}, which the chat template does not read{hint}")
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:

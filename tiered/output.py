@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from tiered.core.canvas import is_any
 from tiered.core.memory_report import MemoryReport
 from tiered.decoding.output_writer import GenerationState
+from tiered.inputs import Prompts
 from tiered.kernels.host_values import on_device
+from tiered.models.response import response_template, split_response
 from tiered.planning.choice import Choice
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stats import TierStats
@@ -63,7 +65,9 @@ class GenerationOutput:
         choice: policy of the call, and the reason if it was chosen by "auto".
         sequences: ids of the prompts as they were passed, padding included, followed by the answers. From its first
             end-of-sequence token on an answer holds padding, unless `stop_at_eos` was off.
-        text: answers up to their end, without special tokens; None without a tokenizer.
+        text: answers up to their end, without special tokens; None without a tokenizer. Answers to chats are without
+            their thinking if the tokenizer has a response template.
+        thinking: the thinking of each answer, None for none; None unless `text` is without it.
         num_forwards: forwards of the batch (NFE); with guidance, one forward serves both canvases.
         forwards: forwards of each sequence.
         tokens_per_forward: TPF of each sequence: its answer's tokens, without end-of-sequence and padding, over its
@@ -96,6 +100,7 @@ class GenerationOutput:
     tiers: TierStats | None = field(repr=False, default=None)
     weights: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
+    thinking: list[str | None] | None = None
 
     @property
     def passes(self) -> dict[str, int]:
@@ -116,6 +121,7 @@ class GenerationOutput:
         return {
             "choice": self.choice.as_dict(),
             "text": self.text,
+            **({} if self.thinking is None else {"thinking": self.thinking}),
             "num_forwards": self.num_forwards,
             "tokens_per_forward": self.tokens_per_forward.tolist(),
             "steps_by_kind": self.steps_by_kind,
@@ -130,7 +136,7 @@ class GenerationOutput:
     @classmethod
     def of(
         cls,
-        prompts: Int[Tensor, "batch prompt"],
+        prompts: Prompts,
         denoised: GenerationState,
         *,
         choice: Choice,
@@ -142,17 +148,22 @@ class GenerationOutput:
     ) -> "GenerationOutput":
 
         def behind_prompts(answers: Tensor) -> Tensor:
-            return torch.cat([prompts.to(answers.device), answers], dim=1)
+            return torch.cat([prompts.ids.to(answers.device), answers], dim=1)
 
         answers = denoised.answers
         before_end = is_any(answers, ends).cumsum(dim=1) == 0
         columns = torch.arange(answers.shape[1], device=answers.device)
         before_end &= columns < on_device(denoised.lengths, answers.device)[:, None]
         tokens = before_end.sum(dim=1)
-        text = None
+        text, thinking = None, None
         if tokenizer is not None:
             kept = [answer[mask].tolist() for answer, mask in zip(answers.cpu(), before_end.cpu(), strict=True)]
-            text = tokenizer.batch_decode(kept, skip_special_tokens=True)
+            template = response_template(tokenizer) if prompts.chat else None
+            text = tokenizer.batch_decode(kept, skip_special_tokens=template is None)
+            if template is not None:
+                pairs = zip(prompts.rows(), text, strict=True)
+                parts = [split_response(tokenizer, template, prompt, answer) for prompt, answer in pairs]
+                text, thinking = [part.content for part in parts], [part.thinking for part in parts]
         steps = denoised.step_seconds
         first_block = sum(steps[: denoised.block_ends[0]])
         timings = Timings(total=denoised.seconds, first_block=first_block, steps=steps, tokens=int(tokens.sum()))
@@ -160,6 +171,7 @@ class GenerationOutput:
             choice=choice,
             sequences=behind_prompts(answers),
             text=text,
+            thinking=thinking,
             num_forwards=len(steps),
             forwards=denoised.forwards,
             rows_per_step=denoised.rows,

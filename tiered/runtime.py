@@ -131,6 +131,7 @@ class Runtime:
         input_ids: Ids | None = None,
         attention_mask: Ids | None = None,
         raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         prior: Tensor | None = None,
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
@@ -150,6 +151,7 @@ class Runtime:
             attention_mask: mask of the ids' shape: 0 at padding, on any side. A padded prompt gets the same answer as
                 alone.
             raw: whether strings are continued as they are, even if there is a chat template.
+            chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": True}`; None for none.
             prior: initial ids [batch, max_new_tokens + trailing_noise] of answers, for a rule that rewrites tokens.
                 They replace the noise that `seed` draws, by noise of your own or by an answer to revise.
             streamer: receives prompts, drafts and final blocks (`tiered.decoding.observers.Streamer`).
@@ -167,6 +169,7 @@ class Runtime:
         check_inspector(inspector)
         check_streamer(streamer)
         options |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        options |= {"chat_template_kwargs": chat_template_kwargs}
         with ending(streamer), ExitStack() as reported:
             call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **options)
             for warning in call.warnings:
@@ -183,6 +186,7 @@ class Runtime:
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
         raw: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         prior: Tensor | None = None,
         **options: Any,
     ) -> PreparedCall:
@@ -197,7 +201,7 @@ class Runtime:
             generation_config, options, mask_token_id=model.mask_token_id, shape=model.shape, name=name
         )
         check_call(chosen, model, self.policy, name=name)
-        prompts = self._read(inputs, ids, raw=raw)
+        prompts = self._read(inputs, ids, raw=raw, chat_template_kwargs=chat_template_kwargs)
         return prepare(self._call, self.policy, chosen, prompts, prior)
 
     def check_alone(self, call: PreparedCall) -> None:
@@ -236,7 +240,7 @@ class Runtime:
         """The output of a finished call."""
         weights = self._call.weights
         return GenerationOutput.of(
-            call.prompts.ids,
+            call.prompts,
             denoised,
             choice=call.choice,
             ends=call.options.ends(*self.model.ends),
@@ -296,7 +300,7 @@ class Runtime:
             final = forward.limits.last_block() if clean is None else clean
             return forward.logits(Pass(prompts.ids, forward.rows, slice(0, length), final=final))
 
-    def _read(self, inputs: Inputs | None, ids: Mapping[str, Any], *, raw: bool = False) -> Prompts:
+    def _read(self, inputs: Inputs | None, ids: Mapping[str, Any], **how: Any) -> Prompts:
         prompts = read_inputs(
             inputs,
             ids,
@@ -304,6 +308,6 @@ class Runtime:
             tokenizer_missing=f"{self.name!r} has none ({TOKENIZER_SOURCES}, beside the weights)",
             pad_token_id=self.model.pad_token_id,
             vocab_size=self.model.shape.vocab_size,
-            raw=raw,
+            **how,
         )
         return prompts.to("cpu")

@@ -1,6 +1,7 @@
 """Flags of the commands that answer prompts: the prompts, the model and the options."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -61,6 +62,12 @@ def add_call(parser: CommandParser) -> None:
     )
     parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with one prompt a line")
     parser.add_argument("--raw", action="store_true", help="continue prompts without the chat template")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        metavar="JSON",
+        help="""variables of the chat template, such as '{"enable_thinking": true}'""",
+    )
     add_how(parser)
 
 
@@ -78,13 +85,29 @@ def _add_late(parser: argparse.ArgumentParser) -> None:
     add_option_flags(parser)
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is a {type(read).__name__}; a JSON object is allowed")
+    return read
+
+
+def of_prompts(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `generate` that say how prompts are read."""
+    given = args.chat_template_kwargs
+    return {"raw": args.raw, **({} if given is None else {"chat_template_kwargs": given})}
+
+
 def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": args.model,
         "policy": args.policy,
         "policy_options": policy_options(args),
         "prompts": prompts,
-        "raw": args.raw,
+        **of_prompts(args),
         "options": dict(options),
     }
 

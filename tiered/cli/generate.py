@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tiered.cli.call import add_call, as_asked, load_runtime, read_prompts
+from tiered.cli.call import add_call, as_asked, load_runtime, of_prompts, read_prompts
 from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import add_watch_options, check_watch_options, shown
 from tiered.core.byte_size import format_bytes
@@ -11,6 +11,7 @@ from tiered.core.byte_size import format_bytes
 DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or the
 lines of
 standard input. If the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is.
+Thinking is left out if the tokenizer's response template says where it is; --json has it.
 Options also have their names in official scripts: --gen-length, --threshold, --alg."""
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     options = generation_options(args)
     runtime = load_runtime(args)
     with shown(args, runtime, prompts, options) as observers:
-        out = runtime.generate(prompts, raw=args.raw, **observers, **options)
+        out = runtime.generate(prompts, **of_prompts(args), **observers, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
     print_result(args, "\n".join(out.text), {**as_asked(args, prompts, options), **out.as_dict()})
     rate = f"{out.timings.tokens_per_second:.1f} tokens/s"

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from tiered.cli.call import add_call, as_asked, load_runtime, read_prompts
+from tiered.cli.call import add_call, as_asked, load_runtime, of_prompts, read_prompts
 from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import progress_bar
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     options = generation_options(args)
     runtime = load_runtime(args)
     with progress_bar(options) as streamer:
-        call = trace_call(runtime, prompts, raw=args.raw, streamer=streamer, **options)
+        call = trace_call(runtime, prompts, **of_prompts(args), streamer=streamer, **options)
     write_trace(args.out, call.trace)
     found = {"trace": str(args.out), "operations": [asdict(time) for time in call.ops], **call.out.as_dict()}
     print_result(args, trace_report(call), as_asked(args, prompts, options) | found)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiered.cli.call import of_prompts
 from tiered.core.extras import needing
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def shown(
         from tiered.observe.watch.watching import watching
 
         stop = options.get("stop_at_eos", True)
-        policy = runtime.choose(prompts, raw=args.raw, **options).policy.name
+        policy = runtime.choose(prompts, **of_prompts(args), **options).policy.name
         how = {"terminal": _on_terminal(), "stop_at_eos": stop, "slow": args.slow or 0.0, "svg": args.watch_svg}
         with watching(runtime, policy, **how) as watcher:
             yield {"streamer": watcher, "inspector": watcher}

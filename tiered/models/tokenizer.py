@@ -17,7 +17,8 @@ _SAME_AS: Mapping[str, type[PreTrainedTokenizerBase]] = {"DreamTokenizer": Qwen2
 
 def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer in `directory`; None if it has none. Raises `ValueError`, which names the file, for files that
-    cannot be read, need code of their own, or have tokens beyond the `vocab_size` tokens of the model."""
+    cannot be read, need code of their own, or have tokens beyond the `vocab_size` tokens of the model. A response
+    template that transformers cannot read is such a file."""
     has_settings = (directory / SETTINGS_FILE).exists()
     in_parts = has_settings and (directory / "vocab.json").exists() and (directory / "merges.txt").exists()
     if not (directory / VOCABULARY_FILE).exists() and not in_parts:
@@ -31,6 +32,8 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
             )
+        if getattr(tokenizer, "response_template", None) is not None:
+            tokenizer.get_response_parser(prefix="")
     except Exception as error:  # transformers raises different types, depending on the file's content
         if "trust_remote_code" in str(error):  # its advice, which does not work here
             raise ValueError(

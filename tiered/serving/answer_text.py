@@ -35,10 +35,12 @@ class AnswerText:
         ends: Sequence[int],
         stop: Sequence[str] = (),
         most: int | None = None,
+        special: bool = False,
     ) -> None:
         """`ends`, `stop`: tokens and strings that end an answer, and are left out of it; `most`: most tokens, None for
-        no limit."""
+        no limit. `special`: whether special tokens are part of the text."""
         self._tokenizer, self._ends, self._stop, self._most = tokenizer, ends, stop, most
+        self._special = special
         self._ids: list[int] = []
         self.text = ""
         self.ended: Literal["stop", "length"] | None = None
@@ -87,4 +89,4 @@ class AnswerText:
         return given
 
     def _decoded(self, count: int | None = None) -> str:
-        return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=True))
+        return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=not self._special))

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("echo", "logprobs", "output_history", "store"), (False,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
     **dict.fromkeys(("documents", "functions", "tools"), ([],)),
-    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
+    "logit_bias": ({},),
     "best_of": (1,),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }
 # Fields for the client's own records, which change no answer.
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+_TEMPLATE = "chat_template_kwargs"
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
 _OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"))
 
@@ -66,9 +67,10 @@ class ParsedRequest:
     Attributes:
         model: name of the model; None for the served one.
         source: field with the prompts.
-        fields: the body's names of options of `generate`, by the library's names.
+        fields: the body's names of arguments of `generate`, by the library's names.
         prompts: prompts, each answered `n` times.
         raw: whether strings are continued as they are.
+        template: variables of the chat template.
         options: options of `generate` under the library's names, without the seed.
         seed: seed of the first answer to each prompt, 64 bits with a sign, plus 1 for each further answer.
         n: answers to each prompt.
@@ -84,6 +86,7 @@ class ParsedRequest:
     fields: Mapping[str, str]
     prompts: Sequence[Inputs]
     raw: bool
+    template: Mapping[str, Any]
     options: Mapping[str, Any]
     seed: int | None
     n: int
@@ -122,16 +125,17 @@ def read_body(
             a value that is not allowed.
     """
     source = "messages" if chat else "prompt"
-    known = {*REFUSED, *UNREAD, *_READ, source, *_OPTIONS}
+    refused = REFUSED if chat else REFUSED | {_TEMPLATE: ({},)}
+    known = {*refused, *UNREAD, *_READ, _TEMPLATE, source, *_OPTIONS}
     for name, value in body.items():
         if name not in known:
-            near = nearest(name, known - REFUSED.keys())
+            near = nearest(name, known - refused.keys())
             raise RefusedBody(f"unknown field {name!r}" + (f"; did you mean {near!r}?" if near else ""), name)
-        if name in REFUSED and value is not None and not any(_same(value, allowed) for allowed in REFUSED[name]):
+        if name in refused and value is not None and not any(_same(value, allowed) for allowed in refused[name]):
             raise RefusedBody(
                 f"{name} is not supported here, and not ignored: leave it out", name, code="unsupported_field"
             )
-    given = {name: value for name, value in body.items() if value is not None and name not in REFUSED}
+    given = {name: value for name, value in body.items() if value is not None and name not in refused}
     if source not in given:
         raise RefusedBody(f"{source} is missing", source)
     prompts = [read_messages(given[source])] if chat else read_prompts(given[source])
@@ -143,6 +147,9 @@ def read_body(
     model = given.get("model")
     if model is not None and not isinstance(model, str):
         raise RefusedBody(f"model = {model!r:.80}; a string is allowed", "model")
+    template = given.get(_TEMPLATE, {})
+    if not isinstance(template, Mapping):
+        raise RefusedBody(f"{_TEMPLATE} = {template!r:.80}; an object is allowed", _TEMPLATE)
     stream = given.get("stream", False)
     check_field("stream", check_switch, stream)
     options, most = _options(given, defaults, limits, mask_token_id)
@@ -155,6 +162,7 @@ def read_body(
         fields=_fields(given),
         prompts=prompts,
         raw=not chat,
+        template=template,
         options=options,
         seed=seed,
         n=n,
@@ -198,7 +206,7 @@ def _options(
 def _fields(given: Mapping[str, Any]) -> dict[str, str]:
     aliases = {**ALIASES, "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens"}
     own = {name: aliases.get(name, name) for name in given}
-    return {option: name for name, option in own.items() if option in OPTION_NAMES}
+    return {option: name for name, option in own.items() if option in OPTION_NAMES or option == _TEMPLATE}
 
 
 def _field_of(message: str, fields: Mapping[str, str], source: str | None) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tiered.inputs import Inputs
+from tiered.models.response import THINKING
 
 _MOST_STOPS, _MOST_STOP_LENGTH = 4, 256
 _ROLES = ("system", "developer", "user", "assistant")
@@ -46,7 +47,7 @@ def read_stops(value: object) -> list[str]:
 
 
 def read_messages(messages: object) -> list[dict[str, str]]:
-    """Messages of a chat, with text alone."""
+    """Messages of a chat, with text alone. A template may read the thinking of an earlier answer."""
     if not isinstance(messages, list) or not messages:
         raise RefusedBody("messages must be a list of at least one message", "messages")
     return [_message(message) for message in messages]
@@ -55,14 +56,15 @@ def read_messages(messages: object) -> list[dict[str, str]]:
 def _message(message: object) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise RefusedBody(f"a message is an object, not {message!r:.80}", "messages")
+    role, thinking = message.get("role"), message.get(THINKING)
+    own = {THINKING: thinking} if role == "assistant" and thinking and isinstance(thinking, str) else {}
     for name, value in message.items():
         # lm-evaluation-harness sends type = text.
-        if name not in ("role", "content", "name") and value and (name, value) != ("type", "text"):
+        if name not in ("role", "content", "name", *own) and value and (name, value) != ("type", "text"):
             raise RefusedBody(f"{name} in a message is not supported here, and not ignored: leave it out", "messages")
-    role = message.get("role")
     if role not in _ROLES:
         raise RefusedBody(f"role = {role!r:.80}; allowed: {', '.join(_ROLES)}", "messages")
-    return {"role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
+    return {"role": "system" if role == "developer" else role, "content": _text(message.get("content")), **own}
 
 
 def _text(content: object) -> str:

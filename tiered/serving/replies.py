@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered.core.errors import TierCapacityError
+from tiered.models.response import CONTENT, THINKING, Response
 from tiered.serving.prompts import RefusedBody
 from tiered.serving.request import BusyError, ClosedError, RequestTimeout
 
@@ -28,10 +29,13 @@ class Replies:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, int]) -> dict[str, Any]:
+    def whole(
+        self, answers: Sequence[str | Response], reasons: Sequence[str], usage: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """The object of whole answers: texts, or messages that are split."""
         choices = [
-            self._choice(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, text, reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            self._choice(index, {"message": _message(answer)}, answer, reason)
+            for index, (answer, reason) in enumerate(zip(answers, reasons, strict=True))
         ]
         return self._object("chat.completion", choices) | {"usage": dict(usage)}
 
@@ -40,8 +44,8 @@ class Replies:
         role = {"delta": {"role": "assistant", "content": ""}}
         return self._chunk([self._choice(index, role, "", None)]) if self.chat else b""
 
-    def more(self, index: int, text: str) -> bytes:
-        return self._chunk([self._choice(index, {"delta": {"content": text}}, text, None)])
+    def more(self, index: int, text: str, part: str = CONTENT) -> bytes:
+        return self._chunk([self._choice(index, {"delta": {part: text}}, text, None)])
 
     def last(self, index: int, reason: str) -> bytes:
         return self._chunk([self._choice(index, {"delta": {}}, "", reason)])
@@ -49,7 +53,7 @@ class Replies:
     def beside(self, **more: Any) -> bytes:
         return self._chunk([], **more)
 
-    def _choice(self, index: int, of_chat: dict[str, Any], text: str, reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, of_chat: dict[str, Any], text: object, reason: str | None) -> dict[str, Any]:
         own = of_chat if self.chat else {"text": text}
         return {"index": index, **own, "logprobs": None, "finish_reason": reason}
 
@@ -59,6 +63,12 @@ class Replies:
     def _object(self, of_chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind, id = (of_chat, f"chatcmpl-{self.id}") if self.chat else ("text_completion", f"cmpl-{self.id}")
         return {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def _message(answer: str | Response) -> dict[str, Any]:
+    if isinstance(answer, str):
+        return {"role": "assistant", CONTENT: answer, "refusal": None}
+    return {"role": "assistant", CONTENT: answer.content, THINKING: answer.thinking, "refusal": None}
 
 
 def event(body: Mapping[str, Any]) -> bytes:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
+from tiered.models.response import CONTENT, Response, ResponseParts, response_template
 from tiered.prepare import PreparedCall
 from tiered.serving.answer_text import AnswerText, token_texts
 from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
@@ -133,9 +134,15 @@ class Responder:
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
         self._tokenizer = scheduler.runtime.tokenizer
-        self._texts = [
-            AnswerText(self._tokenizer, ends=self._model.ends, stop=parsed.stop, most=parsed.most) for _ in calls
+        template = response_template(self._tokenizer)
+        self._parts = [
+            None
+            if template is None or not call.prompts.chat
+            else ResponseParts(self._tokenizer, template, call.prompts.rows()[0])
+            for call in calls
         ]
+        how = {"ends": self._model.ends, "stop": parsed.stop, "most": parsed.most}
+        self._texts = [AnswerText(self._tokenizer, **how, special=parts is not None) for parts in self._parts]
         kind = DraftStreamer if parsed.drafts else ChoiceStreamer
         self._requests: list[Request] = []
         try:
@@ -165,9 +172,10 @@ class Responder:
 
     async def gathered(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> dict[str, object]:
         """The whole answer. Raises `ClientDisconnect` if `disconnect` returns first."""
-        async for _ in self._events(disconnect):
-            pass
-        return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
+        async for happened, text in self._events(disconnect):
+            self._split(happened, text)
+        answers = [self._answer(index) for index in range(len(self._texts))]
+        return replies.whole(answers, self._reasons(), self._usage())
 
     async def streamed(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
         """Events of final text, and of drafts and token counts if requested. An error becomes the last event."""
@@ -178,8 +186,8 @@ class Responder:
                 if isinstance(happened, Draft):
                     yield replies.beside(draft=self._draft(happened))
                     continue
-                if text:
-                    yield replies.more(happened.index, text)
+                for part, piece in self._split(happened, text):
+                    yield replies.more(happened.index, piece, part)
                 if isinstance(happened, Finished):
                     yield replies.last(happened.index, self._reasons()[happened.index])
             if self._parsed.usage:
@@ -217,6 +225,15 @@ class Responder:
                         yield happens, text.end()
         finally:
             leaving.cancel()
+
+    def _split(self, happened: ChoiceEvent, text: str) -> list[tuple[str, str]]:
+        """The final pieces of a choice after an event that made `text` final, each with its part of the message."""
+        if (parts := self._parts[happened.index]) is None:
+            return [(CONTENT, text)] if text else []
+        return parts.put(text) + (parts.end() if isinstance(happened, Finished) else [])
+
+    def _answer(self, index: int) -> str | Response:
+        return self._texts[index].text if (parts := self._parts[index]) is None else parts.response
 
     async def _leave(self, disconnect: Callable[[], Awaitable[object]]) -> None:
         await disconnect()
@@ -260,7 +277,9 @@ def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, 
             seed = None if parsed.seed is None else sampler_seed(parsed.seed + number)
             try:
                 with lock:
-                    call = scheduler.runtime.prepare(prompt, raw=raw, **parsed.options, seed=seed)
+                    call = scheduler.runtime.prepare(
+                        prompt, raw=raw, chat_template_kwargs=parsed.template, **parsed.options, seed=seed
+                    )
             except (TypeError, ValueError) as error:
                 raise parsed.refusal(error) from None
             if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:
