@@ -248,11 +248,14 @@ def test_draws_over_tiles_have_their_chances(runtime: Runtime, monkeypatch: pyte
 
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("weights", ["raw", "int4+head"])
-def test_logits_of_the_released_head_are_never_whole(rows: int, weights: str):
-    shape = family_of(read_preset("diffusion-gemma")).shape(read_preset("diffusion-gemma"))
+@pytest.mark.parametrize(("noise", "sampled"), [("random", True), ("mask", False), ("mask", True)])
+def test_logits_of_the_released_head_are_never_whole(noise: str, sampled: bool, rows: int, weights: str):
+    """Nor would they be under rules for masks, which read no sums."""
+    shape = replace(family_of(read_preset("diffusion-gemma")).shape(read_preset("diffusion-gemma")), noise=noise)
     sizes = CallShape(
-        shape=shape, batch=1, context=4096, block_length=rows, dtype="bfloat16", weights=WeightForm.of(weights)
-    )
+        shape=shape, batch=1, context=4096, block_length=rows, dtype="bfloat16", weights=WeightForm.of(weights),
+        sampled=sampled,
+    )  # fmt: skip
     booked = account_bytes(make_policy("block_causal").buffers(sizes))[Account.LOGITS]
     assert booked <= (64 << 20) < 256 * 262144 * 4
 

@@ -11,8 +11,8 @@ from tiered.core.buffers import ELEMENT_BYTES
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes of an element, by the names of dtypes in config.json and of safetensors users.
 BYTES_PER_ELEMENT: Mapping[str, int] = {name: ELEMENT_BYTES[name] for name in ("float32", "bfloat16", "float16")}
-# Logits of a step that exist at once, 32 MiB. More are made in tiles: of some tokens, or whole of some rows.
-WHOLE_LOGITS = 2**23
+# Logits of a step that exist at once, 16 MiB. More are made in tiles: of some tokens, or whole of some rows.
+WHOLE_LOGITS = 2**22
 # Logits of a tile of tokens, 8 MiB; and its least tokens, so that the product with the head reads it at full speed.
 TILE_LOGITS, VOCABULARY_TILE = 2**21, 8192
 Sight = Literal["canvas", "noise", "blocks", "context"]
