@@ -3,7 +3,8 @@
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from tiered.kernels.coded_rows import Heads, KeyValue
+from tiered.kernels.coded_rows import Heads
+from tiered.kernels.keys_of_values import Keys
 
 
 def attention_scores(
@@ -40,7 +41,7 @@ def capped(scores: Float[Tensor, "*pairs"], soft_cap: float | None) -> Float[Ten
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def check_attention(queries: Heads, keys: KeyValue) -> None:
+def check_attention(queries: Heads, keys: Keys) -> None:
     """Raise `ValueError` unless batch and head_dim agree and the heads divide evenly over the key heads."""
     if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[1] % keys.shape[1]:
         raise ValueError(

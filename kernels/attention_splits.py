@@ -24,20 +24,23 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | None) -> Tile:
-    """The tile for heads of `head_dim`, if the heads that share keys have `folded` rows together."""
+def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | None, made: bool = False) -> Tile:
+    """The tile for heads of `head_dim`, if the heads that share keys have `folded` rows together. `made`: whether keys
+    are made of values, which takes registers and shared memory too."""
     wide, widest, fp8 = head_dim > PLAIN_HEAD, head_dim > 2 * PLAIN_HEAD, code is RowCode.FP8
     if element_bytes == 2:
         rows = 16 if widest else 32 if wide or folded <= 32 else 64
         columns = rows if wide else 64
     else:
         rows, columns = 16, 16 if widest else 32
-    warps = 4 if rows == 32 and not wide and (not fp8 or head_dim <= 64) else 16 if widest and fp8 else 8
+    many = widest and fp8 and not (made and element_bytes == 2)
+    warps = 4 if rows == 32 and not wide and (not fp8 or head_dim <= 64) else 16 if many else 8
     if code is not None:  # decoded values take registers of their own
         columns = max(16, columns // (4 if rows == 64 and not fp8 else 2))
         least = -(-LEAST_COPY * 32 * warps // (head_dim if fp8 else head_dim // 2))
         columns = max(columns, min(64, 1 << (least - 1).bit_length()))
-    return Tile(rows, columns, warps, 2 if wide else 3)
+    alone = made and widest and element_bytes == 4 and code is None
+    return Tile(rows, columns, warps, 1 if alone else 2 if wide else 3)
 
 
 def splits(tiles: int, length: int) -> int:
@@ -65,6 +68,11 @@ def elements_block(head_dim: int) -> int:
 def elements(head_dim: int, code: RowCode | None) -> int:
     """Elements of a tile; of NVFP4, of its even or of its odd columns."""
     return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
+
+
+def turning_elements(pairs: int, code: RowCode | None) -> int:
+    """Elements of a tile of one element of each pair that turns; of NVFP4, of those of its even or of its odd pairs."""
+    return elements_block(-(-pairs // (2 if code is RowCode.NVFP4 else 1)))
 
 
 def merged_tile(head_dim: int) -> RowTile:

@@ -8,10 +8,11 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.attention_parts import CODES, Form, rows_at, soft_capped
-from tiered.kernels.attention_splits import elements, merged_tile, splits, tile_of
+from tiered.kernels.attention_parts import CODES, Form, of_values, rows_at, soft_capped, with_turned
+from tiered.kernels.attention_splits import elements, merged_tile, splits, tile_of, turning_elements
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.launch import VECTOR, launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import WORD, RowCode
@@ -24,16 +25,16 @@ _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
     do_not_specialize=[
         *("rows", "length", "span", "sinks"),
         *("key_batch", "key_head", "key_column", "value_batch", "value_head", "value_column"),
-        *("mask_batch", "start_batch", "start_row", "stop_batch", "stop_row"),
+        *("mask_batch", "start_batch", "start_row", "stop_batch", "stop_row", "table_batch"),
     ],
     do_not_specialize_on_alignment=["keys", "values", "key_mask", "starts", "stops"],
 )
 def _block_attention(
-    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, mixed, peaks, masses,
+    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, key_weight, cos, sin, mixed, peaks, masses,
     query_batch, query_head, query_row, query_element,
     key_batch, key_head, key_column, key_element,
     value_batch, value_head, value_column, value_element,
-    mask_batch, mask_column, start_batch, start_row, stop_batch, stop_row,
+    mask_batch, mask_column, start_batch, start_row, stop_batch, stop_row, table_batch, table_column,
     mixed_split, mixed_batch, mixed_head, mixed_row,
     kv_heads, group, rows, length, span, sinks, scale, soft_cap,
     CAPPED: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, STOPS: tl.constexpr,
@@ -52,7 +53,8 @@ def _block_attention(
     element = tl.arange(0, FORM.elements) * parts
     filled = element < FORM.head_dim
     own = there[:, None] & filled[None, :]
-    query_at = (batch * query_batch + head * query_head + row * query_row)[:, None] + (element * query_element)[None, :]
+    row_at = (batch * query_batch + head * query_head + row * query_row)[:, None]
+    query_at = row_at + (element * query_element)[None, :]
     query = tl.load(queries + query_at, own, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
@@ -80,6 +82,19 @@ def _block_attention(
         if FORM.code == _NVFP4:
             value = tl.load(sink_values + sink_at + 1, own, other=0.0).to(tl.float32)
             odd_total = odd_total * faded[:, None] + weight[:, None] * value
+    if FORM.pairs >= 0:  # elements that turn have products of their own
+        pair = tl.arange(0, FORM.turning) * parts
+        left_at = row_at + (pair * query_element)[None, :]
+        right_at = left_at + FORM.head_dim // 2 * query_element
+        turns = there[:, None] & (pair < FORM.pairs)[None, :]
+        left_query = tl.load(queries + left_at, turns, other=0.0).to(query.dtype)
+        right_query = tl.load(queries + right_at, turns, other=0.0).to(query.dtype)
+        query = of_values(query, key_weight, element, FORM)
+        if FORM.code == _NVFP4:
+            turns = there[:, None] & (pair + 1 < FORM.pairs)[None, :]
+            odd_left_query = tl.load(queries + left_at + query_element, turns, other=0.0).to(query.dtype)
+            odd_right_query = tl.load(queries + right_at + query_element, turns, other=0.0).to(query.dtype)
+            odd_query = of_values(odd_query, key_weight, element + 1, FORM)
     start = tl.program_id(1) * span
     stop = tl.minimum(start + span, length)
     begin = tl.full([FORM.rows], 0, tl.int32)
@@ -97,8 +112,25 @@ def _block_attention(
         seen = column < stop
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
-        key, odd_key = rows_at(key_start, column, key_column, key_element, seen, ALIGNED, FORM)
-        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        scores = tl.full([FORM.rows, FORM.keys], 0, tl.float32)
+        if FORM.pairs >= 0:
+            left, odd_left = rows_at(
+                key_start, column, key_column, key_element, seen, ALIGNED, FORM, 0, FORM.pairs, FORM.turning
+            )
+            right, odd_right = rows_at(
+                key_start, column, key_column, key_element, seen, ALIGNED, FORM,
+                FORM.head_dim // 2, FORM.pairs, FORM.turning,
+            )  # fmt: skip
+            angle_at = batch * table_batch + column.to(tl.int64) * table_column
+            angles = key_weight, cos + angle_at, sin + angle_at
+            scores = with_turned(scores, left_query, right_query, left, right, *angles, pair, seen, FORM)
+            if FORM.code == _NVFP4:
+                odd = odd_left_query, odd_right_query, odd_left, odd_right
+                scores = with_turned(scores, *odd, *angles, pair + 1, seen, FORM)
+        key, odd_key = rows_at(
+            key_start, column, key_column, key_element, seen, ALIGNED, FORM, 0, FORM.head_dim, FORM.elements
+        )
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), scores, input_precision="ieee")
         if FORM.code == _NVFP4:
             scores = tl.dot(odd_query, tl.trans(odd_key.to(query.dtype)), scores, input_precision="ieee")
         scores *= scale
@@ -114,7 +146,12 @@ def _block_attention(
         base = tl.where(grown == -float("inf"), 0.0, grown)
         faded, weights = tl.exp(peak - base), tl.exp(scores - base[:, None])
         peak, mass = grown, mass * faded + tl.sum(weights, 1)
-        value, odd_value = rows_at(value_start, column, value_column, value_element, seen, ALIGNED, FORM)
+        if FORM.pairs < 0:
+            value, odd_value = rows_at(
+                value_start, column, value_column, value_element, seen, ALIGNED, FORM, 0, FORM.head_dim, FORM.elements
+            )
+        else:  # each row is read once
+            value, odd_value = key, odd_key
         weights = weights.to(query.dtype)
         total = tl.dot(weights, value.to(query.dtype), total * faded[:, None], input_precision="ieee")
         if FORM.code == _NVFP4:
@@ -161,7 +198,7 @@ def _merge_splits(
 
 def block_attention(
     queries: Heads,
-    keys: KeyValue,
+    keys: Keys,
     values: KeyValue | None,
     *,
     scale: float | None = None,
@@ -172,8 +209,11 @@ def block_attention(
     start: Int[Tensor, " batch #rows"] | None = None,
     stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
-    """As in block_attention_ref.py. In products of 16-bit tensors the weights have 16 bits too."""
+    """As in block_attention_ref.py. In products of 16-bit tensors the weights have 16 bits too. If keys are made of
+    values, so have elements of keys that turn, and queries times the weights of the others."""
     code = checked_code(queries, keys, values)
+    made = keys if isinstance(keys, KeysOfValues) else None
+    keys = keys.stored if isinstance(keys, KeysOfValues) else keys
     if values is None:  # the result is unused, and the keys are in the cache
         values, sink_values = keys, sink_keys
     batch, heads, rows, head_dim = queries.shape
@@ -184,21 +224,25 @@ def block_attention(
     if mixed.numel() == 0:
         return mixed, whole
     (key_memory, *key_strides), (value_memory, *value_strides) = _memory(keys), _memory(values)
-    tile = tile_of(group * rows, head_dim=head_dim, element_bytes=queries.element_size(), code=code)
+    element_bytes = queries.element_size()
+    tile = tile_of(group * rows, head_dim=head_dim, element_bytes=element_bytes, code=code, made=made is not None)
     tiles = -(-group * rows // tile.rows)
     count = splits(tiles * batch * kv_heads, length)
     parts, sums = mixed[None], whole
     if count > 1:
         parts = torch.empty(count, *mixed.shape, dtype=torch.float32, device=queries.device)
         sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
-    # Without a mask or sinks the kernel reads neither, so any pointer serves.
+    # Without a mask, sinks or a weight the kernel reads none of them, so any pointer serves.
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
     starts = queries if start is None else start.expand(batch, rows)
     stops = queries if stop is None else stop.expand(batch, rows)
     of_sinks = (queries if sink is None else sink.contiguous() for sink in (sink_keys, sink_values))
-    tensors = queries, key_memory, value_memory, *of_sinks, mask, starts, stops, parts, sums.peak, sums.mass
-    limits = *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2]
+    making = (queries, queries, queries) if made is None else (made.weight, made.cos, made.sin)
+    tensors = queries, key_memory, value_memory, *of_sinks, mask, starts, stops, *making, parts, sums.peak, sums.mass
+    tables = (0, 0) if made is None else (made.cos.stride(0) * (len(made.cos) > 1), made.cos.stride(2))
+    limits = *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2], *tables
     strides = *queries.stride(), *key_strides, *value_strides, *limits, *parts.stride()[:4]
+    turning = (-1,) if made is None else (made.cos.shape[3], turning_elements(made.cos.shape[3], code))
     span = -(-length // (count * tile.columns)) * tile.columns
     sizes = kv_heads, group, rows, length, span, 0 if sink_keys is None else sink_keys.shape[1]
     options = {
@@ -208,7 +252,7 @@ def block_attention(
         "STOPS": stop is not None,
         "UPCAST": not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
         "ALIGNED": min(_alignment(keys), _alignment(values)),
-        "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code)),
+        "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code), *turning),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -8,17 +8,18 @@ from torch import Tensor
 
 from tiered.kernels.attention_scores import capped, check_attention
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.log_sum_exp import LogSumExp, finite
-from tiered.kernels.row_code import RowCode
+from tiered.kernels.row_code import GROUP, RowCode
 
 # 4 MiB of float32: pairs of a row and a key whose scores exist at a time, or of one head of one sequence if more.
 PAIRS_AT_ONCE = 1 << 20
-CODED_AT_ONCE = 1024  # columns of coded rows that are decoded at a time
+CODED_AT_ONCE = 1024  # columns of coded rows, or of keys that are made of values, that are decoded at a time
 
 
 def block_attention(
     queries: Heads,
-    keys: KeyValue,
+    keys: Keys,
     values: KeyValue | None,
     *,
     scale: float | None = None,
@@ -35,8 +36,9 @@ def block_attention(
 
     Args:
         queries, keys, values: as stored, rotated. Query head h uses key head h // (heads / kv_heads). Keys and values
-            are both uncoded, or both in one code; coded ones are decoded a part at a time. `values` is None if only the
-            log-sum-exp is needed: the returned rows have no meaning then.
+            are both uncoded, or both in one code; coded ones are decoded a part at a time. Keys may be made of `values`
+            (`KeysOfValues`), a part at a time as well. `values` is None if only the log-sum-exp is needed: the returned
+            rows have no meaning then.
         scale: factor of q·k; None for 1 / √head_dim.
         soft_cap: c if a score s becomes c · tanh(s / c); None for no cap.
         sink_keys, sink_values: learned tokens that every row attends to, uncoded; None for no sinks.
@@ -49,18 +51,19 @@ def block_attention(
         may attend to no column and no sink is zero. And `LogSumExp` [batch, heads, rows].
 
     Raises:
-        ValueError: shapes do not match, or keys and values are in different codes.
+        ValueError: shapes do not match, or keys and values are in different codes. Or keys are made of other values,
+            or of codes whose groups cross the middle of a head.
     """
-    code = checked_code(queries, keys, values)
+    checked_code(queries, keys, values)
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
     scale, sharing = head_dim**-0.5 if scale is None else scale, heads // kv_heads
-    columns = length if code is None else min(length, CODED_AT_ONCE)
+    columns = length if isinstance(keys, Tensor) else min(length, CODED_AT_ONCE)
     mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     whole = LogSumExp(*torch.empty(2, batch, heads, rows, device=queries.device))
     # Row counts are rounded up to a power of two, so that few sizes of a chunk have to be booked. Keys of other dtypes
     # are copied by chunk, with at most as many elements as there are pairs.
-    least = 1 if code is None and keys.dtype == torch.float32 else -(-head_dim // sharing)
+    least = 1 if isinstance(keys, Tensor) and keys.dtype == torch.float32 else -(-head_dim // sharing)
     pairs = sharing * max(1 << max(0, rows - 1).bit_length(), least) * max(1, columns)
     sequences = max(1, PAIRS_AT_ONCE // (kv_heads * pairs))
     groups = kv_heads if sequences > 1 else max(1, PAIRS_AT_ONCE // pairs)
@@ -79,9 +82,11 @@ def block_attention(
     return mixed, whole
 
 
-def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> RowCode | None:
+def checked_code(queries: Heads, keys: Keys, values: KeyValue | None) -> RowCode | None:
     """The code of keys and values; None if they are uncoded. Raises as `block_attention`."""
     check_attention(queries, keys)
+    if isinstance(keys, KeysOfValues):
+        keys = _checked_values(keys, values)
     values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
     if code != of_values or keys.shape != values.shape:
@@ -92,9 +97,28 @@ def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> Row
     return code
 
 
+def _checked_values(keys: KeysOfValues, values: KeyValue | None) -> KeyValue:
+    stored, (length, head_dim) = keys.stored, keys.shape[2:]
+    tables, _, columns, pairs = keys.cos.shape
+    fits = tables in (1, keys.shape[0]) and columns == length and 2 * pairs <= head_dim and len(keys.weight) == head_dim
+    if not fits or keys.sin.shape != keys.cos.shape or keys.sin.stride() != keys.cos.stride():
+        raise ValueError(
+            f"weight {tuple(keys.weight.shape)} and angles {tuple(keys.cos.shape)} and {tuple(keys.sin.shape)} do not "
+            f"fit values {keys.shape}"
+        )
+    if values is not None and not keys.are_of(values):
+        raise ValueError("keys are made of other values than those that are mixed")
+    if isinstance(stored, CodedRows) and stored.code is RowCode.NVFP4 and head_dim % (2 * GROUP):
+        raise ValueError(
+            f"heads of {head_dim} elements in {stored.code}, whose keys are made of values; a multiple of "
+            f"{2 * GROUP} is allowed"
+        )
+    return stored
+
+
 def _mixed(
     queries: Heads,
-    keys: KeyValue,
+    keys: Keys,
     values: KeyValue | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
@@ -129,7 +153,7 @@ def _mixed(
 
 def _add_part(
     folded: Float32[Tensor, "batch kv_heads folded head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
+    keys: Keys,
     values: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows | None,
     soft_cap: float | None,
     hidden: Bool[Tensor, "batch 1 #rows columns"] | None,
@@ -154,10 +178,10 @@ def _add_part(
     return grown
 
 
-def _floats(
-    rows: Float[Tensor, "batch heads columns elements"] | CodedRows,
-) -> Float32[Tensor, "batch heads columns elements"]:
-    return rows.float() if isinstance(rows, Tensor) else replace(rows, dtype=torch.float32).values()
+def _floats(rows: Keys) -> Float32[Tensor, "batch heads columns elements"]:
+    if isinstance(rows, Tensor):
+        return rows.float()
+    return (replace(rows, dtype=torch.float32) if isinstance(rows, CodedRows) else rows).values()
 
 
 def _hidden(

@@ -11,7 +11,8 @@ from allocations import Allocations
 from torch import Tensor
 
 from tiered.kernels import attention_splits, block_attention_ref
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import CodedRows, KeyValue
+from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import RowCode
 from tiered.models.attention import Limits, attend
@@ -54,6 +55,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         for head_dim in (256, 512)
         for code in CODES
     },
+    **{
+        f"keys of values, {code}, {name}": {"turning": turning, "code": code, "dtype": dtype, **sizes}
+        for code in CODES
+        for name, dtype, turning, sizes in (
+            ("a part turns", torch.float32, 5, {}),
+            ("all turn, windows", torch.float32, 16, {"windowed": True, "masked": False, "one_table": True}),
+            ("none turns", torch.float32, 0, {"kv_heads": 4, "sinks": None, "soft_cap": None}),
+            ("several tiles", torch.float16, 8, {"rows": 37, "batch": 1, "length": 40}),
+            ("heads of 512", torch.float32, 64, {"head_dim": 512, "rows": 3, "length": 37, "batch": 1}),
+        )
+    },
+    "keys of values, an odd size": {"turning": 3, "head_dim": 24, "sinks": 2},
+    "keys of values, one row, one column": {"turning": 4, "rows": 1, "length": 1, "masked": False, "padded": False},
     "float16, nvfp4": {"dtype": torch.float16, "code": RowCode.NVFP4, "soft_cap": None, "sinks": None},
 }
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -64,8 +78,8 @@ class Case:
     """What goes in."""
 
     queries: Tensor
-    keys: Tensor | CodedRows
-    values: Tensor | CodedRows
+    keys: Keys
+    values: KeyValue
     scale: float | None = None
     soft_cap: float | None = None
     sink_keys: Tensor | None = None
@@ -76,11 +90,15 @@ class Case:
 
     def to(self, device: str) -> "Case":
         def moved(value: Any) -> Any:
+            if isinstance(value, KeysOfValues):
+                tables = {name: getattr(value, name).to(device) for name in ("weight", "cos", "sin")}
+                return replace(value, stored=values, **tables)
             if isinstance(value, CodedRows):
                 return replace(value, bytes=value.bytes.to(device))
             return value.to(device) if isinstance(value, Tensor) else value
 
-        return Case(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+        values = moved(self.values)
+        return replace(Case(**{field.name: moved(getattr(self, field.name)) for field in fields(self)}), values=values)
 
     def by(self, implementation: str) -> tuple[Tensor, LogSumExp]:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -103,7 +121,7 @@ class Case:
     def true(self) -> tuple[Tensor, Tensor]:
         """In float64: what stands in rows, zeros where a row sees nothing, and the log-sum-exp of its scores."""
         heads, group = self.queries.shape[1], self.queries.shape[1] // self.keys.shape[1]
-        stored = (each.values() if isinstance(each, CodedRows) else each for each in (self.keys, self.values))
+        stored = (each if isinstance(each, Tensor) else each.values() for each in (self.keys, self.values))
         keys, values = (each.double().repeat_interleave(group, 1) for each in stored)
         hidden = self.hidden()[:, None].expand(-1, heads, -1, -1)
         values = values.where(~hidden.all(2)[..., None], 0)  # what no row sees may be anything
@@ -150,9 +168,11 @@ def random_case(
     scale: float | None = None,
     dtype: torch.dtype = torch.float32,
     code: RowCode | None = None,
+    turning: int | None = None,
+    one_table: bool = False,
 ) -> Case:
     """A mask with holes, pads on the left of every other sequence, or windows; of each row's columns those in front of
-    some."""
+    some. `turning`: pairs of elements that turn in keys of values; None for keys of their own."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -162,14 +182,20 @@ def random_case(
         values = normal(batch, kv_heads, length, head_dim)
         return values if code is None else CodedRows.of(values, code)
 
+    def of_values(values: Tensor | CodedRows, pairs: int) -> KeysOfValues:
+        angles = 9 * torch.randn(1 if one_table else batch, 1, length, head_dim // 2, generator=generator)
+        weight = normal(head_dim) * 0.3 + 1
+        return KeysOfValues(values, weight, angles.cos()[..., :pairs], angles.sin()[..., :pairs])
+
     key_mask = torch.rand(batch, length, generator=generator) < 0.8
     first = torch.tensor([[(0, min(40, length - 1))[b % 2]] for b in range(batch)])
     if windowed:
         first = torch.randint(-9, length, (batch, rows), generator=generator)
+    queries, keys, values = normal(batch, heads, rows, head_dim) * times, stored(), stored()
     return Case(
-        queries=normal(batch, heads, rows, head_dim) * times,
-        keys=stored(),
-        values=stored(),
+        queries=queries,
+        keys=keys if turning is None else of_values(values, turning),
+        values=values,
         scale=scale,
         soft_cap=soft_cap,
         sink_keys=None if sinks is None else normal(heads, sinks, head_dim),
@@ -256,7 +282,7 @@ def test_strides_are_honoured(implementation: str, code: RowCode | None):
     """Queries as a projection leaves them, keys and values as some columns of a store of many layers have them."""
     case = random_case(length=40, masked=False, code=code).to(device_of(implementation))
 
-    def in_a_store(rows: Tensor | CodedRows) -> Any:
+    def in_a_store(rows: Any) -> Any:
         plain = rows.bytes if isinstance(rows, CodedRows) else rows
         store = plain.new_full((3, 2, 2, 2, 50, plain.shape[3]), 255 if isinstance(rows, CodedRows) else torch.nan)
         view = store[1, :2, :, 1, 3:43].copy_(plain)
@@ -347,9 +373,16 @@ def test_no_more_keys_are_copied_than_there_are_pairs(code: RowCode | None, monk
 def test_inputs_that_do_not_go_together(implementation: str):
     case = random_case()
     with pytest.raises(ValueError, match="do not fit keys"):
-        replace(case, keys=case.keys[:1]).by(implementation)
+        replace(case, keys=case.keys[:1, :]).by(implementation)
     with pytest.raises(ValueError, match="in one code"):
         replace(case, keys=random_case(code=RowCode.FP8).keys).by(implementation)
+    made = random_case(turning=5)
+    with pytest.raises(ValueError, match="other values"):
+        replace(made, values=made.values.clone()).by(implementation)  # pyright: ignore
+    with pytest.raises(ValueError, match="do not fit values"):
+        replace(made, keys=replace(made.keys, weight=torch.ones(31))).by(implementation)  # pyright: ignore
+    with pytest.raises(ValueError, match="a multiple of 32"):
+        random_case(turning=5, head_dim=48, code=RowCode.NVFP4).by(implementation)
 
 
 @pytest.mark.parametrize("soft_cap", [0.3, 30.0, 1e6])

@@ -281,6 +281,7 @@ SAMPLING_CASES = and_long(
 @pytest.mark.parametrize(("case", "model", "batch"), SAMPLING_CASES)
 def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: int, monkeypatch: pytest.MonkeyPatch):
     tight, options = SAMPLINGS[case]
+    monkeypatch.setattr("tiered.models.shape.WHOLE_LOGITS", 2**30)  # tiles are the next test's
     monkeypatch.setitem(CALLS, case, {"prompt": 16, "max_new_tokens": 64, "batch": batch, **options})
     ids, generation = call_of(case)
     runtime = Runtime(random_model(**MODELS[model]), policy=make_policy("none"))

@@ -42,8 +42,8 @@ def test_offload_saves_what_the_layouts_say():
     by_hand = {
         **dict.fromkeys(("llada-8b", "gidd-unif-3b", "gidd-mask-3b", "gidd-unif-10b"), round(1 / 3, 4)),
         "dream-7b": round(28 / (28 + 2 * 4), 4),
-        # Five of thirty layers keep every position: 2 key heads of 512 elements beside rows of 2816.
-        "diffusion-gemma": round(30 * 2816 / (30 * 2816 + 2 * 5 * 2 * 512), 4),
+        # Five of thirty layers keep every position: values of 2 heads of 512 elements beside rows of 2816.
+        "diffusion-gemma": round(30 * 2816 / (30 * 2816 + 5 * 2 * 512), 4),
     }
     assert by_hand.items() <= saved.items()
     shapes = {name: family_of(read_preset(name)).shape(read_preset(name)) for name in PRESETS}

@@ -145,6 +145,7 @@ def test_every_piece_of_a_layer_has_a_name():
         "rotary",
         "sink_keys",
         "queries",
+        "keys_of_values",
         "keys_values",
         "attend",
         "attend_part",

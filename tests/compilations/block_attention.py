@@ -3,27 +3,29 @@
 from specialisation import Compilation
 
 from tiered.kernels.attention_parts import CODES, Form
-from tiered.kernels.attention_splits import elements, merged_tile, tile_of
+from tiered.kernels.attention_splits import elements, merged_tile, tile_of, turning_elements
 from tiered.kernels.block_attention import _block_attention, _merge_splits
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
 
 
 def _compilation(
-    dtype: str, code: RowCode | None, head_dim: int, folded: int, *, capped: bool, split: bool
+    dtype: str, code: RowCode | None, head_dim: int, folded: int, *, capped: bool, split: bool, pairs: int = -1
 ) -> Compilation:
+    turning = (-1,) if pairs < 0 else (pairs, turning_elements(pairs, code))
     element_bytes = 4 if dtype == "fp32" else 2
-    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)
+    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code, made=pairs >= 0)
     of_queries, of_mixed = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
     of_stores = "key_batch key_head key_column value_batch value_head value_column"
-    of_limits = "mask_batch mask_column start_batch start_row stop_batch stop_row"
+    of_limits = "mask_batch mask_column start_batch start_row stop_batch stop_row table_batch table_column"
     return Compilation(
         kernel=_block_attention,
         types={
-            "queries sink_keys sink_values": f"*{dtype}",
+            "queries sink_keys sink_values key_weight": f"*{dtype}",
             "keys values": "*u8" if code else f"*{dtype}",
             "key_mask": "*u8",
             "starts stops": "*i64",
+            "cos sin": "*fp32",
             "mixed": "*fp32" if split else f"*{dtype}",
             "peaks masses": "*fp32",
             f"{of_queries} {of_stores} {of_mixed} {of_limits} kv_heads group rows length span sinks": "i32",
@@ -39,14 +41,14 @@ def _compilation(
             "STOPS": capped,
             "UPCAST": False,
             "ALIGNED": WORD if code else VECTOR,
-            "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code)),
+            "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code), *turning),
         },
-        multiples=f"queries mixed {of_queries} {of_mixed}",
+        multiples=f"queries key_weight cos sin table_column mixed {of_queries} {of_mixed}",
         num_warps=tile.warps,
         num_stages=tile.stages,
         # A product in float32 has whole rows of both factors in registers.
         spills=dtype == "fp32" and (head_dim == 512 or (head_dim == 256 and code is not None)),
-        copied=2 * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
+        copied=(1 if pairs >= 0 else 2) * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
     )
 
 
@@ -66,6 +68,11 @@ COMPILATIONS = (
         _compilation(dtype, code, head_dim, folded, capped=True, split=False)
         for head_dim in (64, 256, 512)
         for dtype, folded in (("bf16", 32), ("bf16", 512), ("fp32", 32))
+        for code in CODES
+    ),
+    *(  # of values, as in layers of DiffusionGemma
+        _compilation(dtype, code, 512, folded, capped=False, split=split, pairs=64)
+        for dtype, folded, split in (("bf16", 32, True), ("bf16", 2048, False), ("fp32", 2048, False))
         for code in CODES
     ),
     *(

@@ -14,7 +14,7 @@ class Tier(StrEnum):
 class Feature(StrEnum):
     """A tensor that is cached for one row in one layer."""
 
-    KEY = "key"  # after RoPE, so cached keys are not rotated again
+    KEY = "key"  # after RoPE, so cached keys are not rotated again; not cached where keys are made of values
     VALUE = "value"
     HIDDEN = "hidden"  # the layer's input
     ATTN_OUT = "attn_out"

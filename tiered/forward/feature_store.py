@@ -25,7 +25,8 @@ class FeatureStore:
     """One tensor [layers, batch, heads, length, elements] for each feature and kind of layer (`ModelShape.kinds`);
     features other than K and V have one head.
 
-    Keys are stored after RoPE, so a cached key is never rotated again. A feature that is kept for one layer of many is
+    Keys are stored after RoPE, so a cached key is never rotated again. Keys that are made of values have no elements
+    here (`ModelShape.keys_of_values`). A feature that is kept for one layer of many is
     a workspace that every layer overwrites. A policy without a cache needs only that.
     """
 

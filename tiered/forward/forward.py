@@ -21,6 +21,8 @@ from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
 from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
+from tiered.kernels.coded_rows import KeyValue
+from tiered.kernels.keys_of_values import Keys
 from tiered.models.attention import Limits, heads_joined, merged
 from tiered.models.base import DiffusionModel, RouterProbe, head
 from tiered.models.logit_tiles import LogitTiles
@@ -261,21 +263,25 @@ class Forward:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
         normed = self.model.attention_norm(layer, hidden)
         with span(Op.QKV):
-            keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
-            self.store_keys_values(layer, rows, keys, values)
+            if self.model.shape.is_global(layer):
+                self.store_keys_values(layer, rows, None, self.model.values(layer, normed))
+            else:
+                keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
+                self.store_keys_values(layer, rows, keys, values)
         return normed
 
     def store_keys_values(
         self,
         layer: int,
         rows: Rows,
-        keys: Float[Tensor, "batch kv_heads rows head_dim"],
+        keys: Float[Tensor, "batch kv_heads rows head_dim"] | None,
         values: Float[Tensor, "batch kv_heads rows head_dim"],
     ) -> None:
-        """Store rotated `keys`, and `values`, at `rows`."""
+        """Store rotated `keys`, and `values`, at `rows`. `keys`: None if they are made of values."""
         if self.rows_probe is not None:
-            self.rows_probe(rows, len(keys))
-        self.store.write(Feature.KEY, layer, rows, keys)
+            self.rows_probe(rows, len(values))
+        if keys is not None:
+            self.store.write(Feature.KEY, layer, rows, keys)
         self.store.write(Feature.VALUE, layer, rows, values)
 
     def attention(
@@ -296,7 +302,7 @@ class Forward:
                 self.attention_probe(rows, queries, self.keys(layer), self.limits.key_mask)
             if self._watch is not None:
                 self._watch(self, rows, queries)
-        keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
+        keys, values = self.stored_keys_values(layer)
         kept, window = self.store.kept(layer), self.model.shape.window(layer)
         of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [
@@ -328,9 +334,19 @@ class Forward:
         """RoPE angles of `rows` in `layer`."""
         return self.rotary[self.model.shape.is_global(layer)].at(rows)
 
+    def stored_keys_values(self, layer: int) -> tuple[Keys, KeyValue]:
+        """All keys and values in the layer's store. Keys that are made of values exist where they are read."""
+        if self.model.shape.is_global(layer):
+            values = self.store.stored(Feature.VALUE, layer)
+            return self.model.keys_of_values(layer, values, self.rotary[True]), values
+        return self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
+
     def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
-        """All keys in the layer's store, as values."""
-        return self.store.view(Feature.KEY, layer)
+        """All keys of the layer, as values."""
+        if not self.model.shape.is_global(layer):
+            return self.store.view(Feature.KEY, layer)
+        keys, _ = self.stored_keys_values(layer)
+        return keys if isinstance(keys, Tensor) else keys.values()
 
 
 @spanned(Op.RESIDUAL)

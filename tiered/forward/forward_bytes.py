@@ -37,8 +37,8 @@ def part_rows(batch: int) -> int:
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     """Bytes of one more token's keys and values in all layers; those with a window take none beyond it."""
-    growing = sum(len(kind.layers) * kind.shape.kv_width for kind in shape.kinds() if kind.window is None)
-    return 2 * growing * BYTES_PER_ELEMENT[dtype]
+    growing = sum(len(kind.layers) * kind.shape.kept_width for kind in shape.kinds() if kind.window is None)
+    return growing * BYTES_PER_ELEMENT[dtype]
 
 
 def forward_buffers(
@@ -186,9 +186,9 @@ def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
     ]
     if sizes.kv is not None:
         coded = {
-            "keys and values": ((2, rows, shape.kv_width), dtype),
+            "keys and values": ((rows, shape.kept_width), dtype),
             "codes on their way": ((rows, shape.kv_width * sizes.kv.working), "uint8"),
-            "codes": ((rows, sizes.row_bytes(Feature.KEY)), "uint8"),
+            "codes": ((rows, sizes.row_bytes(Feature.VALUE)), "uint8"),
         }
         buffers += phase("codes of keys and values", normed | coded | of_weights)
     return buffers
@@ -279,9 +279,10 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
     """Temporaries of `block_attention` with up to `rows` rows of each sequence: the partial results of the kernel, or
     a chunk of the reference, which runs without a kernel."""
     shape, context, most = sizes.shape, sizes.context, _merge_bytes(sizes, rows)
-    sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
+    sharing, parted = shape.heads // shape.kv_heads, sizes.kv is not None or shape.keys_of_values
+    copied = parted or sizes.dtype != "float32"
     every, pairs_at_once = sizes.sequences * shape.kv_heads, block_attention_ref.PAIRS_AT_ONCE
-    most_columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)
+    most_columns = min(context, block_attention_ref.CODED_AT_ONCE) if parted else context
     for power, fewer in product(range((rows - 1).bit_length() + 1), (False, True) if shape.block_causal else (False,)):
         counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
         columns = most_columns
@@ -296,9 +297,13 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
         some = min(1 << power, rows)
         keys = groups * columns * shape.head_dim if copied else 0
         held = _FLOAT32 * (groups * sharing * some * (columns + 3 * shape.head_dim + 5 + shape.sink_tokens) + keys)
-        if sizes.kv is not None:
+        turned = _FLOAT32 * keys if shape.keys_of_values else 0  # once values are decoded
+        if sizes.kv is None:
+            held += turned
+        else:
             # Bytes of these keys, contiguous, and the elements that are decoded at once.
-            held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
+            held += groups * columns * sizes.kv.row_bytes(shape.head_dim)
+            held += max(turned, _DECODED * min(CHUNK_ELEMENTS, keys))
         # Columns that each row sees, and their mask.
         limited = shape.sight != "canvas"
         limits = 2 if shape.windows else int(limited)  # their end and, with windows, their start

@@ -57,7 +57,7 @@ class RowFlops(NamedTuple):
         seen = sum(width * (kind.columns(context) + shape.sink_tokens) for kind, width in widths)
         attention = round(4 * seen / shape.layers)
         return cls(
-            write=round(4 * shape.width * shape.kv_elements / shape.layers),
+            write=round(2 * shape.width * shape.kv_elements / shape.layers),
             attend=round(4 * shape.width * heads_width) + attention,
             mlp=2 * _mlp_elements(shape),
             attention=attention,
@@ -106,7 +106,7 @@ def forward_work(
         + outputs * 2 * shape.width * shape.vocab_size
     )
     weights = shape.parameters * dtype_bytes
-    kept = 2 * shape.kv_read(context) * batch * dtype_bytes
+    kept = shape.kv_read(context) * batch * dtype_bytes
     table = (shape.vocab_size, shape.width)
     untied = list(shape.weight_shapes.values()).count(table) > 1
     looked_up = shape.vocab_size * shape.width * dtype_bytes if untied else 0

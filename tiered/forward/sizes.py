@@ -23,18 +23,22 @@ def kv_code(name: str, shape: ModelShape) -> RowCode | None:
     """
     if name not in (RAW, *RowCode):
         raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
-    if name == RowCode.NVFP4 and shape.head_dim % GROUP:
-        raise ValueError(
-            f"kv = {name!r} scales {GROUP} elements together, but heads have {shape.head_dim}, which is not a "
-            f"multiple; allowed: 'raw', 'fp8'"
-        )
+    for of in (kind.shape for kind in shape.kinds() if name == RowCode.NVFP4):
+        halves = 2 if of.keys_of_values else 1  # attention reads each half of values whose keys it makes
+        if of.head_dim % (halves * GROUP):
+            raise ValueError(
+                f"kv = {name!r} scales {GROUP} elements together, but {'halves of ' * (halves - 1)}heads have "
+                f"{of.head_dim // halves}, which is not a multiple; allowed: 'raw', 'fp8'"
+            )
     return None if name == RAW else RowCode(name)
 
 
 def stored_row(shape: ModelShape, feature: Feature, kv: RowCode | None, element_bytes: int) -> tuple[int, int]:
-    """Heads of a stored row of `feature`, and elements of the model's dtype that each head takes."""
+    """Heads of a stored row of `feature`, and elements of the model's dtype that each head takes; 0 if it is made."""
     if feature not in KEY_VALUE:
         return 1, shape.width
+    if feature is Feature.KEY and shape.keys_of_values:
+        return shape.kv_heads, 0
     elements = shape.head_dim if kv is None else kv.row_bytes(shape.head_dim) // element_bytes
     return shape.kv_heads, elements
 

@@ -94,6 +94,8 @@ class StreamBytes:
             while rows < min(MOST_CHUNK_ROWS, columns / _CHUNKS):
                 rows *= 2
             heads, elements = stored_row(kind.shape, feature, sizes.kv, sizes.element)
+            if not elements:
+                continue
             streams.append(
                 FeatureStream(
                     feature=feature,

@@ -12,6 +12,7 @@ from torch import Tensor
 from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Columns, Heads, KeyValue
+from tiered.kernels.keys_of_values import Keys
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 
 # Rows of a block or an update. With more rows arithmetic is the limit: splitting columns gains nothing, and torch's
@@ -39,7 +40,7 @@ class Limits:
 
 
 def attend(
-    queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, *, scale: float | None = None, **softened: Any
+    queries: Heads, keys: Keys, values: KeyValue, limits: Limits, *, scale: float | None = None, **softened: Any
 ) -> Joined:
     """Attention over one part, heads concatenated. `block_attention` computes it if it is a kernel or torch cannot,
     otherwise torch. `scale`, and `soft_cap`, `sink_keys` and `sink_values` in `softened`: as in `block_attention`."""
@@ -51,7 +52,7 @@ def attend(
     return heads_joined(attend_part(queries, keys, values, limits, scale=scale, **softened)[0])
 
 
-def attend_part(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
+def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
     """The same, `scale` in `softened`, with the log-sum-exp that a merge with other parts needs."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:

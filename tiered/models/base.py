@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.gate_mul_ref import Activation, gate_mul
+from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.projection import project
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
@@ -160,17 +161,21 @@ class DiffusionModel(nn.Module):
     def keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> tuple[KeyHeads, KeyHeads]:
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
+    def keys_of_values(self, layer: int, values: KeyValue, rotary: Rotary) -> KeysOfValues:
+        """Keys of all columns, in layers with `ModelShape.global_heads`."""
+        raise NotImplementedError
+
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         """Rotated queries of the rows."""
         norm = getattr(self.blocks[layer], "q_norm", None)
         return rotary.rotate_queries(self._normed_heads(self._of_attention(layer, "q_proj", normed), norm))
 
-    def attend(self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits) -> Joined:
+    def attend(self, layer: int, queries: Heads, keys: Keys, values: KeyValue, limits: Limits) -> Joined:
         """Attention of the rows over the sinks and these keys of the layer, heads concatenated."""
         return attend(queries, keys, values, limits, **self._softened(layer))
 
     def attend_part(
-        self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, *, sinks: bool = False
+        self, layer: int, queries: Heads, keys: Keys, values: KeyValue, limits: Limits, *, sinks: bool = False
     ) -> Attended:
         """The same over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}

@@ -3,8 +3,9 @@ all weights except one number in each layer.
 
 Final tokens are encoded: each attends to itself and the tokens in front of it. The tokens of the open canvas are
 decoded: each attends to the encoded ones and to all of the canvas. Their embeddings carry what the step before
-predicted there, its *self-conditioning*. Most layers have a window; the others have larger heads, whose values are
-normed keys, and turn a part of their pairs. An MLP and experts read the same rows side by side. Images are not read.
+predicted there, its *self-conditioning*. Most layers have a window. The others have larger heads: their keys are their
+values times a weight, with a part of the pairs turned, so only values are kept. An MLP and experts read the same rows
+side by side. Images are not read.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import CodedRows, Heads
+from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.keys_of_values import KeysOfValues
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.row_code import chunks
 from tiered.models.attention import Joined
@@ -25,7 +27,7 @@ from tiered.models.base import Hidden, KeyHeads, RMSNorm, RouterProbe
 from tiered.models.config_fields import FULL, SLIDING, count, number_in, positive, value_of
 from tiered.models.layout import IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
-from tiered.models.rope import Rotary
+from tiered.models.rope import Rotary, turning_pairs
 from tiered.models.rotation import Rotation
 from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER
@@ -249,8 +251,12 @@ class DiffusionGemma(MixtureModel):
         return rotary.rotate(self._heads_normed(layer, "k_proj", normed, "k_norm"))
 
     def values(self, layer: int, normed: Hidden) -> KeyHeads:
-        # A layer without a window has no projection of its own: its values are its keys before their norm.
-        return self._heads_normed(layer, "v_proj" if hasattr(self.blocks[layer], "v_proj") else "k_proj", normed)
+        # A layer without a window has no projection of its own: its values are its keys before their norm's weight.
+        return self._heads_normed(layer, "k_proj" if self.shape.is_global(layer) else "v_proj", normed)
+
+    def keys_of_values(self, layer: int, values: KeyValue, rotary: Rotary) -> KeysOfValues:
+        pairs = turning_pairs(self.config.global_rotation, values.shape[-1])
+        return KeysOfValues(values, self.blocks[layer].k_norm.weight, rotary.cos[..., :pairs], rotary.sin[..., :pairs])
 
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         return rotary.rotate_queries(self._heads_normed(layer, "q_proj", normed, "q_norm"))

@@ -70,6 +70,11 @@ class Rotary:
         return rotated.mul_(scale.to(rotated.dtype))
 
 
+def turning_pairs(rotation: Rotation, head_dim: int) -> int:
+    """Pairs of elements of a head that turn, the first ones, if elements i and i + head_dim / 2 are a pair."""
+    return int(rotation.part * head_dim // 2)
+
+
 def frequencies_and_scale(
     rotation: Rotation, head_dim: int, device: torch.device
 ) -> tuple[Float32[Tensor, " half"], float]:
@@ -78,7 +83,7 @@ def frequencies_and_scale(
     theta, factor = rotation.theta, rotation.factor
     if rotation.kind == "proportional":
         pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
-        return (1.0 / theta ** (2 * pairs / head_dim)).where(pairs < int(rotation.part * head_dim // 2), 0.0), 1.0
+        return (1.0 / theta ** (2 * pairs / head_dim)).where(pairs < turning_pairs(rotation, head_dim), 0.0), 1.0
     head_dim = int(head_dim * rotation.part)
     if rotation.kind == "ntk":
         theta *= factor ** (head_dim / (head_dim - 2))

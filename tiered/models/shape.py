@@ -79,8 +79,10 @@ class ModelShape:
             they attend to all of it. None for a layer without a window. Empty if no layer has one.
         prediction_shift: 1 if row p predicts position p + 1 (Dream), else 0.
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
-        global_heads: key/value heads and elements of a head in layers without a window, if these have other heads and
-            normed keys as values (DiffusionGemma); None if they are as others.
+        global_heads: key/value heads and elements of a head in layers without a window, if they have other heads.
+            Their keys are made of values (DiffusionGemma). None if they are as others.
+        keys_of_values: True if keys are made of values, so that only values are kept. Of a model with `global_heads`
+            False: only these layers are so.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
         conditioned: True if tokens that are not final are embedded with what the step before predicted there.
         experts: the mixtures of experts; None for a dense model.
@@ -112,6 +114,7 @@ class ModelShape:
     prediction_shift: int = 0
     soft_cap: float | None = None
     global_heads: tuple[int, int] | None = None
+    keys_of_values: bool = False
     sink_tokens: int = 0
     conditioned: bool = False
     experts: Experts | None = None
@@ -193,7 +196,8 @@ class ModelShape:
         if self.global_heads is None:
             return self
         kv_heads, head_dim = heads or (self.kv_heads, self.head_dim)
-        return replace(self, kv_heads=kv_heads, head_dim=head_dim, global_heads=None)
+        made = heads is not None
+        return replace(self, kv_heads=kv_heads, head_dim=head_dim, global_heads=None, keys_of_values=made)
 
     @property
     def head_dims(self) -> tuple[int, ...]:
@@ -201,17 +205,23 @@ class ModelShape:
         return (self.head_dim,) if self.global_heads is None else (self.head_dim, self.global_heads[1])
 
     def kv_read(self, context: int) -> int:
-        """Elements of the keys that a row attends to, at most `context` of them in each layer, summed over layers."""
-        return sum(len(kind.layers) * kind.shape.kv_width * kind.columns(context) for kind in self.kinds())
+        """Elements of the keys and values that a row attends to, at most `context` columns in each layer, summed over
+        layers."""
+        return sum(len(kind.layers) * kind.shape.kept_width * kind.columns(context) for kind in self.kinds())
 
     @property
     def kv_elements(self) -> int:
-        """Elements of a row's keys in all layers."""
-        return sum(len(kind.layers) * kind.shape.kv_width for kind in self.kinds())
+        """Elements of a row's keys and values in all layers."""
+        return sum(len(kind.layers) * kind.shape.kept_width for kind in self.kinds())
 
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def kept_width(self) -> int:
+        """Elements of a row's keys and values that a layer keeps."""
+        return self.kv_width * (1 if self.keys_of_values else 2)
 
 
 def tokens_at_once(rows: int) -> int:

@@ -187,7 +187,7 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
         output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
-    stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
+    stored = sizes.row_bytes(Feature.VALUE) / (shape.kv_width * sizes.element)
     return replace(
         work,
         weight_bytes=read_bytes(shape, sizes.dtype, sizes.weights, float(min(rows, sizes.context) * sizes.sequences)),
