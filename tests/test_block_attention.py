@@ -234,6 +234,7 @@ def test_attention(implementation: str, shape: str):
 def test_columns_in_parts_are_merged(implementation: str, code: RowCode | None):
     """By programs of their own, and of codes one after the other; some parts hold nothing that a row sees."""
     cases: list[dict[str, Any]] = [{"soft_cap": None, "sinks": None, "rows": 37, "batch": 1}, {"dtype": torch.float16}]
+    cases.append({"turning": 8, "sinks": None, "soft_cap": None})
     for sizes in cases:
         case = random_case(code=code, **sizes).to(device_of(implementation))
         assert_close(case.by(implementation), case)
