@@ -1,8 +1,9 @@
 """One pass through the layers: the only path through them, for every policy.
 
 Within a layer the rows go in parts, three times: `write` stores keys and values, `attend` adds attention over the whole
-store, and `mlp` adds the MLP. Branches are added to the residual stream in place. So a full refresh of a long canvas
-takes one hidden state of the canvas and the temporaries of one part. No N×N tensor exists.
+store, and `mlp` adds the MLP. Branches are added to the residual stream in place. In plain layers the branch of rows
+that are one part waits for the norm that reads their sum, which adds it. So a full refresh of a long canvas takes one
+hidden state of the canvas and the temporaries of one part. No N×N tensor exists.
 """
 
 from dataclasses import replace
@@ -90,6 +91,7 @@ class Forward:
         self.rows_probe: RowsProbe | None = None
         self.router_probe: RouterProbe | None = None
         self._picked: dict[int, set[int]] = {}
+        self._waiting: Tensor | None = None  # a branch that is not yet in the residual stream
         self.between: Between | None = None
         self._flops = RowFlops.of(model.shape, self.length)
 
@@ -119,7 +121,7 @@ class Forward:
             entered = pass_.rows.count
             self.enter(layer)
             with span(Op.LAYER, layer):
-                pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_)
+                pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_, waits=True)
             computed += entered if pass_.computed is None else pass_.computed
         self.rows_computed = computed / layers
         return pass_.hidden[:, pass_.output]
@@ -161,6 +163,7 @@ class Forward:
         if self.model.shape.windows and pass_.rows.is_span:
             self.store.move_windows(pass_.rows)
         self._picked.clear()
+        self._waiting = None
 
     @property
     def experts_picked(self) -> float:
@@ -180,16 +183,18 @@ class Forward:
         if self._weights is not None:
             self._weights.enter(layer)
 
-    def dense(self, layer: int, pass_: Pass) -> Pass:
+    def dense(self, layer: int, pass_: Pass, *, waits: bool = False) -> Pass:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows. In the last layer
-        attention and MLP are of the output rows only."""
+        attention and MLP are of the output rows only. `waits`: whether a plain layer follows, unless this is the last;
+        its norm may add the MLP branch."""
+        last = layer == self.model.shape.layers - 1
         normed, output = self.write(layer, pass_.rows, pass_.hidden), pass_.output
-        if layer == self.model.shape.layers - 1:
+        if last:
             normed, rows = None if normed is None else normed[:, output], pass_.rows[output]
             pass_ = replace(pass_, rows=rows, hidden=pass_.hidden[:, output], output=slice(0, rows.count))
-        self.attend(layer, pass_.rows, pass_.hidden, normed=normed)
+        self.attend(layer, pass_.rows, pass_.hidden, normed=normed, waits=True)
         del normed  # free it before the MLP: it is as large as the part's residual stream
-        self.mlp(layer, pass_.hidden)
+        self.mlp(layer, pass_.hidden, waits=waits and not last and not self.model.shape.conditioned)
         if self.model.shape.conditioned and pass_.rows.count:
             self.model.scale_layer(layer, pass_.hidden, self.final_rows(pass_.rows))
         return pass_
@@ -215,10 +220,12 @@ class Forward:
         normed: Float[Tensor, "batch rows width"] | None = None,
         queries: Float[Tensor, "batch heads rows head_dim"] | None = None,
         keep: BranchKeeper | None = None,
+        waits: bool = False,
     ) -> None:
         """Add the attention branch of `rows` to `hidden`, in place, and pass it to `keep`.
 
-        `normed`, `queries`: of all rows, if already computed."""
+        `normed`, `queries`: of all rows, if already computed. `waits`: whether `mlp` of the same rows follows; its norm
+        may add the branch."""
         for part in self.parts(rows.count, len(hidden)):
             if queries is None:
                 of_part = self.model.attention_norm(layer, hidden[:, part]) if normed is None else normed[:, part]
@@ -230,19 +237,46 @@ class Forward:
                 del mixed
             if keep is not None:
                 keep(Feature.ATTN_OUT, part, branch)
-            add_branch(hidden, part, branch)
+            self._add(hidden, part, branch, waits)
             del branch  # freed before the next part's is computed
             self._passed(part, len(hidden), self._flops.attend)
 
-    def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
-        """Add the MLP branch to `hidden`, in place, and pass it to `keep`."""
+    def mlp(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "batch rows width"],
+        *,
+        keep: BranchKeeper | None = None,
+        waits: bool = False,
+    ) -> None:
+        """Add the MLP branch to `hidden`, in place, and pass it to `keep`. `waits`: as in `dense`."""
         for part in self.parts(hidden.shape[1], len(hidden)):
-            branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks)
+            normed = self.model.mlp_norm(layer, hidden[:, part], self._taken())
+            branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks, normed)
+            del normed
             if keep is not None:
                 keep(Feature.FFN_OUT, part, branch)
-            add_branch(hidden, part, branch)
+            self._add(hidden, part, branch, waits)
             del branch
             self._passed(part, len(hidden), self._flops.mlp)
+
+    def _add(
+        self,
+        hidden: Float[Tensor, "batch rows width"],
+        part: slice,
+        branch: Float[Tensor, "batch part width"],
+        waits: bool,
+    ) -> None:
+        """Add a branch to `hidden`, in place. If it `waits` and is of all rows, the next norm adds it."""
+        if waits and branch.shape[1] == hidden.shape[1]:
+            self._waiting = branch
+        else:
+            add_branch(hidden, part, branch)
+
+    def _taken(self) -> Float[Tensor, "batch rows width"] | None:
+        """The branch that waits, which nothing else holds."""
+        branch, self._waiting = self._waiting, None
+        return branch
 
     def _passed(self, part: slice, batch: int, flops: int) -> None:
         safe_point()
@@ -258,7 +292,7 @@ class Forward:
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
-        normed = self.model.attention_norm(layer, hidden)
+        normed = self.model.attention_norm(layer, hidden, self._taken())
         with span(Op.QKV):
             keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
             self.store_keys_values(layer, rows, keys, values)

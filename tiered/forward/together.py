@@ -68,11 +68,12 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
         forward.rows_computed = pass_.rows.count
     together = _Together(asked, [pass_.rows for _, pass_ in asked])
     hidden = model.embed(torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None])
-    last = model.shape.layers - 1
+    last, branch = model.shape.layers - 1, None
     for layer in range(last + 1):
         asked[0][0].enter(layer)
         with span(Op.LAYER, layer):
-            normed = model.attention_norm(layer, hidden)
+            normed = model.attention_norm(layer, hidden, branch)
+            branch = None
             together.store(layer, *model.keys_values(layer, normed, together.rotary))
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
@@ -87,10 +88,12 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
             if not mixed:
                 break
             del queries
-            every = slice(0, hidden.shape[1])
-            add_branch(hidden, every, model.attention_out(layer, torch.cat(mixed)[None]))
+            normed = model.mlp_norm(layer, hidden, model.attention_out(layer, torch.cat(mixed)[None]))
             del mixed
-            add_branch(hidden, every, model.feed_forward(layer, hidden, together.note_picks))
+            branch = model.feed_forward(layer, hidden, together.note_picks, normed)
+            del normed
+            if layer == last:
+                add_branch(hidden, slice(None), branch)
     return together.apart(head(model, hidden))
 
 

@@ -42,8 +42,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1 - (self.offset or 0.0)))
         self.eps = eps
 
-    def forward(self, hidden: Hidden) -> Hidden:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, offset=self.offset)
+    def forward(self, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """Of `hidden`, once `branch` is added to it in place."""
+        norm = for_device(rms_norm, hidden.device)
+        return norm(hidden, self.weight, self.eps, offset=self.offset, branch=branch)
 
 
 class Block(nn.Module):
@@ -146,8 +148,13 @@ class DiffusionModel(nn.Module):
         """Scale what a layer of a `ModelShape.conditioned` model returns, in place. `final`: whether tokens are final,
         of all rows or of each."""
 
-    def attention_norm(self, layer: int, hidden: Hidden) -> Hidden:
-        return self.blocks[layer].attn_norm(hidden)
+    def attention_norm(self, layer: int, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """The rows that attention reads, once `branch` is added to `hidden` in place."""
+        return self.blocks[layer].attn_norm(hidden, branch)
+
+    def mlp_norm(self, layer: int, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """The rows that the MLP reads, once `branch` is added to `hidden` in place."""
+        return self.blocks[layer].ff_norm(hidden, branch)
 
     def keys(self, layer: int, normed: Hidden, rotary: Rotary) -> KeyHeads:
         """Rotated keys of the rows."""
@@ -184,11 +191,13 @@ class DiffusionModel(nn.Module):
         """The attention branch, to be added to the residual stream (`ATTN_OUT`)."""
         return self._project(mixed, self.blocks[layer].attn_out)
 
-    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
-        """The MLP branch with its norm, to be added to the residual stream (`FFN_OUT`). `probe` is called with the
-        picks of a router; None for no call."""
-        block = self.blocks[layer]
-        return self._gated(block.ff_norm(hidden), block.ff_proj, block.up_proj, block.ff_out)
+    def feed_forward(
+        self, layer: int, hidden: Hidden, probe: RouterProbe | None = None, normed: Hidden | None = None
+    ) -> Hidden:
+        """The MLP branch, to be added to the residual stream (`FFN_OUT`). `probe` is called with the picks of a router;
+        None for no call. `normed`: `mlp_norm` of the rows; None to compute it here."""
+        block, normed = self.blocks[layer], self.mlp_norm(layer, hidden) if normed is None else normed
+        return self._gated(normed, block.ff_proj, block.up_proj, block.ff_out)
 
     def logits(self, hidden: Hidden, tokens: slice = _ALL) -> Float[Tensor, "batch rows vocab"]:
         """float32 logits of the last layer's output, of all tokens or of these."""

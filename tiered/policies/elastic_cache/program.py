@@ -59,7 +59,7 @@ class ElasticStep:
         asked = LayerQueries(forward, layer, pass_, widening.place, queries)
         moved, others = self._watch(asked, past)
         del asked, past
-        forward.attend(layer, rows, hidden, queries=queries)
+        forward.attend(layer, rows, hidden, queries=queries, waits=True)
         del queries
         forward.mlp(layer, hidden)
         self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
