@@ -146,6 +146,7 @@ def test_every_piece_of_a_layer_has_a_name():
         "sink_keys",
         "queries",
         "keys_values",
+        "queries_keys_values",
         "attend",
         "attend_part",
     }

@@ -125,7 +125,7 @@ class Rotate(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class GateMul(KernelCase):
-    """Given: two branches of an MLP."""
+    """Given: two branches of an MLP, the halves of one product."""
 
     kernel, roundings = "gate_mul", 2
     rows: int = 257
@@ -136,8 +136,8 @@ class GateMul(KernelCase):
         return replace(self, rows=11, width=100 + self.width % 16)
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        gate, up = (normal(generator, 1, self.rows, self.width, dtype=self.dtype) for _ in range(2))
-        return gate * 3, up
+        gate, up = normal(generator, 1, self.rows, 2 * self.width, dtype=self.dtype).chunk(2, dim=-1)
+        return gate.mul_(3), up
 
     def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
         return (op(self.kernel)(*given, self.activation),)

@@ -30,6 +30,8 @@ from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 Logits = Float[Tensor, "sequences output vocab"]
+# The normed rows of a layer, and their queries.
+Written = tuple[Float[Tensor, "batch rows width"] | None, Float[Tensor, "batch heads rows head_dim"] | None]
 
 
 class Forward:
@@ -187,29 +189,33 @@ class Forward:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows. In the last layer
         attention and MLP are of the output rows only. `waits`: whether a plain layer follows, unless this is the last;
         its norm may add the MLP branch."""
-        last = layer == self.model.shape.layers - 1
-        normed, output = self.write(layer, pass_.rows, pass_.hidden), pass_.output
+        last, output = layer == self.model.shape.layers - 1, pass_.output
+        normed, queries = self.write(layer, pass_.rows, pass_.hidden, asks=not last)
         if last:
             normed, rows = None if normed is None else normed[:, output], pass_.rows[output]
             pass_ = replace(pass_, rows=rows, hidden=pass_.hidden[:, output], output=slice(0, rows.count))
-        self.attend(layer, pass_.rows, pass_.hidden, normed=normed, waits=True)
-        del normed  # free it before the MLP: it is as large as the part's residual stream
+        self.attend(layer, pass_.rows, pass_.hidden, normed=normed, queries=queries, waits=True)
+        del normed, queries  # freed before the MLP: each is as large as the part's residual stream
         self.mlp(layer, pass_.hidden, waits=waits and not last and not self.model.shape.conditioned)
         if self.model.shape.conditioned and pass_.rows.count:
             self.model.scale_layer(layer, pass_.hidden, self.final_rows(pass_.rows))
         return pass_
 
     def write(
-        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch rows width"] | None:
-        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend` if
-        they are one part. If they are several, recomputing the norm is cheaper than keeping it."""
-        parts, normed = self.parts(rows.count, len(hidden)), None
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"], *, asks: bool = False
+    ) -> Written:
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend`, and
+        their queries, if it `asks` and one product gives them with the keys; both None if the rows are several parts.
+        Then recomputing the norm is cheaper than keeping it."""
+        parts = self.parts(rows.count, len(hidden))
+        if len(parts) == 1:
+            written = self._written(layer, rows, hidden, asks=asks)
+            self._passed(parts[0], len(hidden), self._flops.write)
+            return written
         for part in parts:
-            normed = None  # freed before the next part's is computed
-            normed = self.write_keys_values(layer, rows[part], hidden[:, part])
+            self.write_keys_values(layer, rows[part], hidden[:, part])
             self._passed(part, len(hidden), self._flops.write)
-        return normed if len(parts) == 1 else None
+        return None, None
 
     def attend(
         self,
@@ -292,11 +298,20 @@ class Forward:
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
+        return self._written(layer, rows, hidden, asks=False)[0]
+
+    def _written(
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"], *, asks: bool
+    ) -> tuple[Float[Tensor, "batch rows width"], Float[Tensor, "batch heads rows head_dim"] | None]:
+        """As `write`, of rows that are one part."""
         normed = self.model.attention_norm(layer, hidden, self._taken())
         with span(Op.QKV):
-            keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
+            rotary = self.rotary_at(layer, rows)
+            found = self.model.queries_keys_values(layer, normed, rotary) if asks else None
+            queries, keys, values = found or (None, *self.model.keys_values(layer, normed, rotary))
+            del found
             self.store_keys_values(layer, rows, keys, values)
-        return normed
+        return normed, queries
 
     def store_keys_values(
         self,

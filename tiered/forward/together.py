@@ -74,12 +74,17 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
         with span(Op.LAYER, layer):
             normed = model.attention_norm(layer, hidden, branch)
             branch = None
-            together.store(layer, *model.keys_values(layer, normed, together.rotary))
+            found = None if layer == last else model.queries_keys_values(layer, normed, together.rotary)
+            asked_for, keys, values = found or (None, *model.keys_values(layer, normed, together.rotary))
+            together.store(layer, keys, values)
+            del found, keys, values
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
                 together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked])
-            queries = together.heads(model.queries(layer, normed, together.rotary))
-            del normed
+            if asked_for is None:
+                asked_for = model.queries(layer, normed, together.rotary)
+            queries = together.heads(asked_for)
+            del normed, asked_for
             mixed = [
                 forward.attended(layer, rows, own).flatten(0, 1)
                 for (forward, _), rows, own in zip(asked, together.rows, queries, strict=True)

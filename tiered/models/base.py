@@ -6,7 +6,7 @@ here are Llama's: norm → attention → norm → MLP with a gate. A family over
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.gate_mul_ref import Activation, gate_mul
-from tiered.kernels.projection import project
+from tiered.kernels.projection import project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
@@ -29,6 +29,13 @@ KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
 # Called with a layer, the experts of its rows, on the host, and each of these experts once, ascending.
 RouterProbe = Callable[[int, Int[Tensor, "rows picked"], list[int]], None]
+
+
+class Projection(NamedTuple):
+    """A projection whose weight is a part of another's, with the attributes of `nn.Linear`."""
+
+    weight: Float[Tensor, "out inner"] | CodedRows
+    bias: Float[Tensor, " out"] | None = None
 
 
 class RMSNorm(nn.Module):
@@ -167,6 +174,22 @@ class DiffusionModel(nn.Module):
     def keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> tuple[KeyHeads, KeyHeads]:
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
+    def queries_keys_values(
+        self, layer: int, normed: Hidden, rotary: Rotary
+    ) -> tuple[Heads, KeyHeads, KeyHeads] | None:
+        """`queries` and `keys_values` of the same rows by one product (`project_joined`); None if it does not do."""
+        block, shape = self.blocks[layer], self.shape
+        product = self._joined(normed, *(self._projection(layer, name) for name in ("q_proj", "k_proj", "v_proj")))
+        if product is None:
+            return None
+        rotated, values = product.split([shape.heads_width + shape.kv_width, shape.kv_width], dim=-1)
+        if hasattr(block, "q_norm"):
+            queries, keys = rotated.split([shape.heads_width, shape.kv_width], dim=-1)
+            queries, keys = self._normed_heads(queries, block.q_norm), self._normed_heads(keys, block.k_norm)
+            return rotary.rotate_queries(queries), rotary.rotate(keys), self._heads(values)
+        queries, keys = rotary.rotate(self._heads(rotated)).split([shape.heads, shape.kv_heads], dim=1)
+        return rotary.grown(queries), keys, self._heads(values)
+
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         """Rotated queries of the rows."""
         norm = getattr(self.blocks[layer], "q_norm", None)
@@ -204,23 +227,47 @@ class DiffusionModel(nn.Module):
         weight: Any = (self.wte if self.config.head_tied else self.ff_out).weight
         return project(self.ln_f(hidden), weight if tokens == _ALL else weight[tokens]).float()
 
-    def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear) -> Projected:
-        projected = self._scaled(project(rows, projection.weight), projection.weight)
-        # In place: the projection is as large as the result, and has no other reference.
-        return projected if projection.bias is None else projected.add_(projection.bias)
+    def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear | Projection) -> Projected:
+        return self._finished(project(rows, projection.weight), projection)
+
+    def _joined(
+        self, rows: Float[Tensor, "batch rows inner"], *projections: nn.Linear | Projection
+    ) -> Projected | None:
+        """The results of several projections side by side, by one product; None as `project_joined`."""
+        product = project_joined(rows, [projection.weight for projection in projections])
+        if product is not None:
+            parts = product.split([projection.weight.shape[0] for projection in projections], dim=-1)
+            for part, projection in zip(parts, projections, strict=True):
+                self._finished(part, projection)
+        return product
+
+    def _finished(self, product: Projected, projection: nn.Linear | Projection) -> Projected:
+        """A product with a projection's weight, scaled and with its bias."""
+        product = self._scaled(product, projection.weight)
+        # In place: the product is as large as the result, and has no other reference.
+        return product if projection.bias is None else product.add_(projection.bias)
+
+    def _projection(self, layer: int, name: str) -> nn.Linear | Projection:
+        """The projection to queries, keys or values (`name`)."""
+        return getattr(self.blocks[layer], name)
 
     def _of_attention(self, layer: int, name: str, normed: Hidden) -> Projected:
-        """The projection to queries, keys or values (`name`)."""
-        return self._project(normed, getattr(self.blocks[layer], name))
+        return self._project(normed, self._projection(layer, name))
 
     def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
         multiply = for_device(gate_mul, normed.device)
+        product = self._joined(normed, gate, up)
         # No name keeps a factor alive until the last projection.
-        gated = multiply(self._project(normed, gate), self._project(normed, up), self._activation)
+        if product is None:
+            gated = multiply(self._project(normed, gate), self._project(normed, up), self._activation)
+        else:
+            half = product.shape[-1] // 2
+            gated = multiply(product[..., :half], product[..., half:], self._activation)
+        del product
         return self._project(gated, out)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
-        """A product with `weight`, scaled as the family requires."""
+        """A product with `weight`, scaled in place as the family requires."""
         return projected
 
     def _softened(self, layer: int) -> dict[str, Any]:
@@ -233,7 +280,9 @@ class DiffusionModel(nn.Module):
             return self._heads(projected)
         weight: Any = norm.weight
         if len(weight) < projected.shape[-1]:
-            heads = norm(projected.reshape(len(projected), -1, len(weight)))
+            # A part of a product has its rows apart. A product with rows innermost is copied.
+            rows = projected if projected.stride(-1) == 1 else projected.contiguous()
+            heads = norm(rows.unflatten(-1, (-1, len(weight))).flatten(0, 1))
             return self._heads(heads.view(projected.shape))
         return self._heads(norm(projected))
 

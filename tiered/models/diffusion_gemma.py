@@ -255,6 +255,9 @@ class DiffusionGemma(MixtureModel):
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         return rotary.rotate_queries(self._heads_normed(layer, "q_proj", normed, "q_norm"))
 
+    def queries_keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> None:
+        return None  # values are normed, and some layers have no projection to them
+
     def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return self.blocks[layer].attn_post_norm(super().attention_out(layer, mixed))
 

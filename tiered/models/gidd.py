@@ -133,4 +133,4 @@ class Gidd(DiffusionModel):
         scale = self.config.weight_scale
         if not isinstance(scale, float):
             scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5
-        return projected if scale == 1.0 else projected * scale
+        return projected if scale == 1.0 else projected.mul_(scale)
