@@ -19,20 +19,20 @@ def _rms_norm(
     batch = tl.program_id(1).to(tl.int64)
     element = tl.arange(0, BLOCK)
     inside = element < width
-    at = hidden + batch * batch_step + row * row_step + element
-    own = (batch * rows + row) * width + element
+    at = hidden + batch * batch_step + row * row_step
+    own = (batch * rows + row) * width  # a number of the row, as `at`: addresses of elements would fill registers
     dtype: tl.constexpr = normed.dtype.element_ty
-    x = tl.load(at, inside, other=0.0).to(tl.float32)
+    x = tl.load(at + element, inside, other=0.0).to(tl.float32)
     if branch is not None:
-        x = (x + tl.load(branch + own, inside, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(at, x, inside)
+        x = (x + tl.load(branch + own + element, inside, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(at + element, x, inside)
         x = x.to(tl.float32)
     if weight is not None:
         scale = tl.load(weight + element, inside, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x) / width + eps)
     if weight is not None:
         x = x.to(dtype).to(tl.float32) * scale if OFFSET is None else (OFFSET + scale) * x
-    tl.store(normed + own, x.to(dtype), inside)
+    tl.store(normed + own + element, x.to(dtype), inside)
 
 
 def rms_norm(
