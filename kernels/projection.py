@@ -1,7 +1,10 @@
 """Multiplying rows by a weight, fast also for the few rows of a cached step."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,10 +25,39 @@ def project(
     if isinstance(weight, CodedRows):
         return for_device(weight_product, hidden.device)(hidden.flatten(0, -2), weight).unflatten(0, rows)
     # Tensor subclasses of other packages may support a weight as the right factor only.
-    plain = type(weight) in (Tensor, Parameter)
-    if plain and hidden.is_cpu and rows.numel() in FEW_ROWS:
+    if _is_plain(weight) and hidden.is_cpu and rows.numel() in FEW_ROWS:
         return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, rows)
     return F.linear(hidden, weight)
+
+
+def project_joined(
+    hidden: Float[Tensor, "*rows width"], weights: Sequence[Float[Tensor, "_ width"] | CodedRows]
+) -> Float[Tensor, "*rows _"] | None:
+    """`project` by `weights` that adjoin (`adjoining`), in one product. None if they do not, and on a CPU, where one
+    product is no faster than several and its sums may come in another order."""
+    whole = None if hidden.is_cpu else adjoining(weights)
+    return None if whole is None else project(hidden, whole)
+
+
+def adjoining(
+    weights: Sequence[Shaped[Tensor, "_ width"] | CodedRows],
+) -> Shaped[Tensor, "_ width"] | CodedRows | None:
+    """A view of the rows of all `weights`, in their form, if these lie in memory one behind the other, as in a layer's
+    record. None if they do not."""
+    first = weights[0]
+    if isinstance(first, CodedRows):
+        alike = [weight.bytes for weight in weights if isinstance(weight, CodedRows) and weight.code == first.code]
+        rows = adjoining(alike) if len(alike) == len(weights) else None
+        return None if rows is None else replace(first, bytes=rows)
+    end, count = first.data_ptr() if _is_plain(first) else 0, 0
+    for weight in weights:
+        if not _is_plain(weight) or not weight.is_contiguous() or weight.data_ptr() != end:
+            return None
+        if weight.dtype != first.dtype or weight.shape[1] != first.shape[1]:
+            return None
+        end, count = end + weight.nbytes, count + len(weight)
+    memory = first.untyped_storage()  # what follows it may belong to another tensor
+    return first.as_strided((count, first.shape[1]), first.stride()) if end <= memory.data_ptr() + len(memory) else None
 
 
 def project_few(
@@ -42,3 +74,7 @@ def project_few(
 def few_at_a_time(rows: Tensor) -> tuple[Tensor, ...]:
     """Views of `rows`, each with no more rows than `project_few` takes."""
     return rows.split(FEW_ROWS[-1])
+
+
+def _is_plain(weight: object) -> bool:
+    return type(weight) in (Tensor, Parameter)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.kernels.projection import project
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.projection import adjoining, project, project_joined
+from tiered.kernels.row_code import WeightCode
 
 
 @pytest.mark.parametrize("rows", [(0,), (1, 5), (4, 4), (2, 40), (1, 256), (257,), (3, 100)])
@@ -39,3 +41,31 @@ class Quantised(Tensor):
 def test_a_quantised_weight_is_a_right_factor() -> None:
     hidden, weight = torch.randn(2, 40, 24), torch.randn(40, 24)
     assert torch.equal(project(hidden, weight.as_subclass(Quantised)), torch.nn.functional.linear(hidden, weight))
+
+
+@pytest.mark.parametrize("code", [None, *WeightCode])
+def test_weights_that_adjoin_are_one(code: WeightCode | None) -> None:
+    whole: Any = torch.randn(96, 64)
+    whole = whole if code is None else CodedRows.of(whole, code)
+    parts = whole[:40], whole[40:48], whole[48:]
+    joined: Any = adjoining(parts)
+    values = joined if code is None else joined.values()
+    assert torch.equal(values, whole if code is None else whole.values())
+    assert (joined if code is None else joined.bytes).data_ptr() == (whole if code is None else whole.bytes).data_ptr()
+    assert adjoining((parts[0], parts[2])) is None and adjoining((parts[1], parts[0])) is None
+    assert adjoining(parts[1:]).shape == (56, 64)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_weights_of_their_own_memory_do_not_adjoin() -> None:
+    """Not even if the allocator puts one behind the other."""
+    memory = torch.randn(24, 8)
+    behind = torch.frombuffer(memory.numpy()[12:], dtype=torch.float32).view(12, 8)
+    first = torch.frombuffer(memory.numpy()[:12], dtype=torch.float32).view(12, 8)
+    assert behind.data_ptr() == first.data_ptr() + first.nbytes and adjoining((first, behind)) is None
+    assert adjoining((memory[:12].t(), memory[12:].t())) is None
+    assert adjoining((memory[:12].as_subclass(Quantised), memory[12:])) is None
+
+
+def test_a_cpu_has_no_joined_product() -> None:
+    weights = torch.randn(96, 64).split(48)
+    assert adjoining(weights) is not None and project_joined(torch.randn(1, 20, 64), weights) is None

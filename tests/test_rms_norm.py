@@ -83,6 +83,45 @@ def test_parts_of_rows_and_strides(implementation: str):
     torch.testing.assert_close(norm(implementation)(turned, weight, EPS), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_branch_is_added_first(implementation: str, shape: str, dtype: torch.dtype):
+    """In place, to a part of each sequence's rows; the norm is that of the rounded sum."""
+    hidden, weight = inputs(SHAPES[shape], dtype, device_of(implementation))
+    branch = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden)
+    op, room = norm(implementation), torch.cat([hidden, hidden, hidden], dim=1)
+    part = room[:, hidden.shape[1] : 2 * hidden.shape[1]]
+    normed = op(part, weight, EPS, branch=branch)
+    if implementation == "reference" or dtype == torch.float32:
+        assert torch.equal(part, hidden + branch)
+    torch.testing.assert_close(part.double(), hidden.double() + branch.double(), rtol=TOLERANCE[dtype], atol=0.05)
+    assert torch.equal(normed, op(part, weight, EPS))
+    for other in room.split(max(1, hidden.shape[1]), dim=1)[::2]:
+        assert torch.equal(other, hidden)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_branch_is_added_in_any_layout(implementation: str):
+    hidden, weight = inputs((3, 7, 40), torch.float32, device_of(implementation))
+    op, branch = norm(implementation), torch.arange(840.0, device=hidden.device).view(3, 40, 7).transpose(1, 2)
+    expected = op(hidden + branch, weight, EPS)
+    for given in (hidden.clone(), hidden.transpose(1, 2).contiguous().transpose(1, 2)):
+        normed = op(given, weight, EPS, branch=branch)
+        assert torch.equal(given, hidden + branch)
+        torch.testing.assert_close(normed, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "change", [lambda branch: branch[:, 1:], lambda branch: branch.double()], ids=["shape", "dtype"]
+)
+def test_a_branch_that_does_not_fit_is_refused(implementation: str, change: Callable[[Tensor], Tensor]):
+    hidden, weight = inputs((1, 2, 16), torch.float32, device_of(implementation))
+    with pytest.raises(ValueError, match="does not fit hidden"):
+        norm(implementation)(hidden, weight, EPS, branch=change(hidden.clone()))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(

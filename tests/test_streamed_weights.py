@@ -32,11 +32,12 @@ from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.projection import adjoining
 from tiered.kernels.row_code import RowCode, WeightCode
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
-from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
+from tiered.models.weight_form import ALIGNED, CODES, RAW_WEIGHTS, WeightForm
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import TransferError
 from tiered.offload.lane import Lane
@@ -187,6 +188,22 @@ def late(seed: int) -> Delay:
     """Copies come late, now and then, in an order of its own."""
     draw = random.Random(seed)
     return lambda point, lane: draw.choice([0, 0, 0.002]) if point is Point.COPY else 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_projections_of_the_same_rows_adjoin(checkpoints: Callable[[str], Path], family: str, form: str):
+    """On the device and in a slot, unless the record aligns the next one behind a gap."""
+    runtime = loaded(checkpoints(family), form=form)
+    weights = runtime._call.weights
+    assert weights is not None
+    records, block = weights.records, runtime.model.blocks[1]
+    slot = dict(zip(records.names, records.views(torch.zeros(records.record.nbytes, dtype=torch.uint8)), strict=True))
+    for names in (("q_proj", "k_proj", "v_proj"), ("ff_proj", "up_proj")):
+        resident = [getattr(block, name).weight for name in names]
+        aligned = all(weight.nbytes % ALIGNED == 0 for weight in resident[:-1])
+        assert aligned or form != "raw"
+        assert (adjoining(resident) is not None) is (adjoining([slot[name] for name in names]) is not None) is aligned
 
 
 @pytest.mark.parametrize(("family", "policy"), CASES)

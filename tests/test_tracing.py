@@ -147,6 +147,7 @@ def test_every_piece_of_a_layer_has_a_name():
         "queries",
         "keys_of_values",
         "keys_values",
+        "queries_keys_values",
         "attend",
         "attend_part",
     }

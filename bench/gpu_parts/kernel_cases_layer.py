@@ -20,9 +20,18 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Normed(NamedTuple):
+    """Hidden states of all columns; a weight; and a branch that is added to the rows that are normed."""
+
+    hidden: Tensor
+    weight: Tensor | None
+    branch: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RmsNorm(KernelCase):
-    """Given: hidden states of all `length` columns, of which the last `rows` are normed; a weight, if `weighted`."""
+    """Given: hidden states of all `length` columns, of which the last `rows` are normed; a weight, if `weighted`; a
+    branch, if `branched`."""
 
     kernel, roundings = "rms_norm", 2
     batch: int = 2
@@ -31,25 +40,36 @@ class RmsNorm(KernelCase):
     width: int
     offset: float | None = None
     weighted: bool = True
+    branched: bool = False
 
     def tiny(self) -> Self:
         return replace(self, rows=5, length=9, width=24 + self.width % 16)
 
-    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    def draw(self, generator: torch.Generator) -> Normed:
         weight = normal(generator, self.width, dtype=self.dtype) if self.weighted else None
-        return normal(generator, self.batch, self.length, self.width, dtype=self.dtype), weight
+        hidden = normal(generator, self.batch, self.length, self.width, dtype=self.dtype)
+        branch = normal(generator, self.batch, self.rows, self.width, dtype=self.dtype) if self.branched else None
+        return Normed(hidden, weight, branch)
 
-    def run(self, given: tuple[Tensor, Tensor | None], room: Sequence[Tensor]) -> Sequence[Tensor]:
-        hidden, weight = given
-        return (op(self.kernel)(hidden[:, -self.rows :], weight, _EPS, offset=self.offset),)
+    def room(self, given: Normed) -> tuple[Tensor, ...]:
+        return () if given.branch is None else (given.hidden.clone(),)
 
-    def truth(self, given: tuple[Tensor, Tensor | None]) -> Sequence[Tensor]:
-        hidden, weight = given[0][:, -self.rows :].double(), given[1]
+    def run(self, given: Normed, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        hidden = (room[0] if room else given.hidden)[:, -self.rows :]
+        normed = op(self.kernel)(hidden, given.weight, _EPS, offset=self.offset, branch=given.branch)
+        return (normed, hidden) if room else (normed,)
+
+    def truth(self, given: Normed) -> Sequence[Tensor]:
+        hidden, weight = given.hidden[:, -self.rows :].double(), given.weight
+        if given.branch is not None:
+            hidden = hidden + given.branch.double()
         scale = 1.0 if weight is None else weight.double() + (self.offset or 0.0)
-        return (hidden / (hidden.square().mean(-1, keepdim=True) + _EPS).sqrt() * scale,)
+        normed = hidden / (hidden.square().mean(-1, keepdim=True) + _EPS).sqrt() * scale
+        return (normed,) if given.branch is None else (normed, hidden)
 
-    def moved(self, given: tuple[Tensor, Tensor | None]) -> int:
-        return 2 * size(given[0][:, -self.rows :]) + size(given[1])
+    def moved(self, given: Normed) -> int:
+        rows = size(given.hidden[:, -self.rows :])
+        return 2 * rows + size(given.weight) + (2 * rows if self.branched else 0)
 
 
 class Rotated(NamedTuple):
@@ -105,7 +125,7 @@ class Rotate(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class GateMul(KernelCase):
-    """Given: two branches of an MLP."""
+    """Given: two branches of an MLP, the halves of one product."""
 
     kernel, roundings = "gate_mul", 2
     rows: int = 257
@@ -116,8 +136,8 @@ class GateMul(KernelCase):
         return replace(self, rows=11, width=100 + self.width % 16)
 
     def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        gate, up = (normal(generator, 1, self.rows, self.width, dtype=self.dtype) for _ in range(2))
-        return gate * 3, up
+        gate, up = normal(generator, 1, self.rows, 2 * self.width, dtype=self.dtype).chunk(2, dim=-1)
+        return gate.mul_(3), up
 
     def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
         return (op(self.kernel)(*given, self.activation),)
@@ -131,7 +151,7 @@ class GateMul(KernelCase):
 
 
 CHECKED: tuple[KernelCase, ...] = (
-    RmsNorm(width=4096),
+    RmsNorm(width=4096, branched=True),
     RmsNorm(width=3584),
     RmsNorm(width=8192, dtype=torch.float32, offset=1.0),
     RmsNorm(width=256, rows=2056, length=2056, offset=0.0),
@@ -144,7 +164,7 @@ CHECKED: tuple[KernelCase, ...] = (
     GateMul(width=2112, activation="gelu"),
 )
 TIMED: tuple[KernelCase, ...] = (
-    RmsNorm(width=4096, batch=1, rows=32, length=32),
+    RmsNorm(width=4096, batch=1, rows=32, length=32, branched=True),
     Rotate(heads=32, batch=1, rows=32, length=TIMED_KEYS),
     GateMul(width=12288, rows=32),
 )

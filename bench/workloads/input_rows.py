@@ -17,9 +17,9 @@ def hidden_states(runtime: Runtime, *ids: Any, **given: Any) -> Float[Tensor, "l
     states: list[Tensor] = []
     dense = Forward.dense
 
-    def recorded(self: Forward, layer: int, pass_: Pass) -> Pass:
+    def recorded(self: Forward, layer: int, pass_: Pass, **_: bool) -> Pass:
         states.append(pass_.hidden.clone())  # a layer updates its input in place
-        return dense(self, layer, pass_)
+        return dense(self, layer, pass_)  # no branch waits for the next one
 
     with patch.object(Forward, "dense", recorded):
         runtime.logits(*ids, **given)

@@ -25,7 +25,7 @@ from tiered.core.ops import Op
 from tiered.core.spans import Recorder, TimedRange, active, recording
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from workloads.models import VOCABULARY, random_model
+from workloads.models import VOCABULARY, in_records, random_model
 
 LAYERS = 6  # the first and the last count for nothing; of four between them one clusters, and three share its clusters
 WIDTH, CONTEXT = 128, 32  # two heads: what joins them counts
@@ -41,7 +41,7 @@ READS |= {"__bool__", "__int__", "__float__", "__index__"}
 WHOLE = frozenset({"scaled_dot_product_attention", "rms_norm"})
 ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 # Functions that ask a tensor where it is, and ask nothing else of the answer: there it is on CUDA.
-ASKING = frozenset({"add_by_cluster", "checked_forms", "project"})
+ASKING = frozenset({"add_by_cluster", "checked_forms", "project", "project_joined"})
 _HOST = "_of_the_host"  # an attribute of tensors that would not be on the device
 _IS_CPU, _DEVICE = vars(torch._C.TensorBase)["is_cpu"].__get__, vars(torch._C.TensorBase)["device"].__get__
 Place = tuple[int | None, int | None, Op, str]  # forward, layer (None: between layers), range and operation
@@ -197,7 +197,7 @@ def count(policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     "outside", "reads"}, and one for each range in it, {"kind", "op", "launches", "reads"}. Launches are those of one
     layer, the mean over all but the first and the last, and those "outside" of layers; reads those inside all layers of
     a forward."""
-    model = random_model(WIDTH, LAYERS, CONTEXT + CALL["max_new_tokens"]).to(torch.bfloat16)
+    model = in_records(random_model(WIDTH, LAYERS, CONTEXT + CALL["max_new_tokens"]).to(torch.bfloat16))
     runtime = Runtime(model, policy=make_policy(policy, **OPTIONS.get(policy, {}) | options), name="random")
     prompt = torch.randint(0, VOCABULARY - 2, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
     with counting() as found:

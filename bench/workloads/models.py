@@ -5,16 +5,20 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
 
+from tiered.forward.weight_records import WeightRecords
+from tiered.models.base import DiffusionModel
 from tiered.models.llada import LLaDA
 from tiered.models.locate import checkpoint_directory, read_config
+from tiered.models.weight_form import RAW_WEIGHTS
 
 VOCABULARY = 8192
 STD = 0.02  # of random weights
+AnyModel = TypeVar("AnyModel", bound=DiffusionModel)
 
 
 @cache
@@ -37,6 +41,16 @@ def random_model(width: int, layers: int, context: int) -> LLaDA:
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=STD)
+    return model
+
+
+def in_records(model: AnyModel) -> AnyModel:
+    """The same model with the matrices of each dense layer in one piece of memory, where loading puts them."""
+    records = WeightRecords(model, model.wte.weight.dtype, RAW_WEIGHTS)
+    for layer in records.layers:
+        record = torch.empty(records.layer.nbytes, dtype=torch.uint8)
+        records.write(layer, record)
+        records.assign(layer, record)
     return model
 
 

@@ -7,7 +7,7 @@ from tiered.kernels.rms_norm import _rms_norm, _warps
 COMPILATIONS = tuple(
     Compilation(
         kernel=_rms_norm,
-        types={"hidden weight normed": f"*{dtype}", "batch_step row_step rows width": "i32", "eps": "fp32"},
+        types={"hidden branch weight normed": f"*{dtype}", "batch_step row_step rows width": "i32", "eps": "fp32"},
         constexprs={"OFFSET": offset, "BLOCK": block} | of_weight,
         num_warps=_warps(block),
     )

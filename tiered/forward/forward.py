@@ -1,8 +1,9 @@
 """One pass through the layers: the only path through them, for every policy.
 
 Within a layer the rows go in parts, three times: `write` stores keys and values, `attend` adds attention over the whole
-store, and `mlp` adds the MLP. Branches are added to the residual stream in place. So a full refresh of a long canvas
-takes one hidden state of the canvas and the temporaries of one part. No N×N tensor exists.
+store, and `mlp` adds the MLP. Branches are added to the residual stream in place. In plain layers the branch of rows
+that are one part waits for the norm that reads their sum, which adds it. So a full refresh of a long canvas takes one
+hidden state of the canvas and the temporaries of one part. No N×N tensor exists.
 """
 
 from dataclasses import replace
@@ -31,6 +32,8 @@ from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 Logits = Float[Tensor, "sequences output vocab"]
+# The normed rows of a layer, and their queries.
+Written = tuple[Float[Tensor, "batch rows width"] | None, Float[Tensor, "batch heads rows head_dim"] | None]
 
 
 class Forward:
@@ -92,6 +95,7 @@ class Forward:
         self.rows_probe: RowsProbe | None = None
         self.router_probe: RouterProbe | None = None
         self._picked: dict[int, set[int]] = {}
+        self._waiting: Tensor | None = None  # a branch that is not yet in the residual stream
         self.between: Between | None = None
         self._flops = RowFlops.of(model.shape, self.length)
 
@@ -122,7 +126,7 @@ class Forward:
             entered = pass_.rows.count
             self.enter(layer)
             with span(Op.LAYER, layer):
-                pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_)
+                pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_, waits=True)
             computed += entered if pass_.computed is None else pass_.computed
         self.rows_computed = computed / layers
         return pass_.hidden[:, pass_.output]
@@ -164,6 +168,7 @@ class Forward:
         if self.model.shape.windows and pass_.rows.is_span:
             self.store.move_windows(pass_.rows)
         self._picked.clear()
+        self._waiting = None
 
     @property
     def experts_picked(self) -> float:
@@ -183,31 +188,37 @@ class Forward:
         if self._weights is not None:
             self._weights.enter(layer)
 
-    def dense(self, layer: int, pass_: Pass) -> Pass:
+    def dense(self, layer: int, pass_: Pass, *, waits: bool = False) -> Pass:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows. In the last layer
-        attention and MLP are of the output rows only."""
-        normed, output = self.write(layer, pass_.rows, pass_.hidden), pass_.output
-        if layer == self.model.shape.layers - 1:
+        attention and MLP are of the output rows only. `waits`: whether a plain layer follows, unless this is the last;
+        its norm may add the MLP branch."""
+        last, output = layer == self.model.shape.layers - 1, pass_.output
+        normed, queries = self.write(layer, pass_.rows, pass_.hidden, asks=not last)
+        if last:
             normed, rows = None if normed is None else normed[:, output], pass_.rows[output]
             pass_ = replace(pass_, rows=rows, hidden=pass_.hidden[:, output], output=slice(0, rows.count))
-        self.attend(layer, pass_.rows, pass_.hidden, normed=normed)
-        del normed  # free it before the MLP: it is as large as the part's residual stream
-        self.mlp(layer, pass_.hidden)
+        self.attend(layer, pass_.rows, pass_.hidden, normed=normed, queries=queries, waits=True)
+        del normed, queries  # freed before the MLP: each is as large as the part's residual stream
+        self.mlp(layer, pass_.hidden, waits=waits and not last and not self.model.shape.conditioned)
         if self.model.shape.conditioned and pass_.rows.count:
             self.model.scale_layer(layer, pass_.hidden, self.final_rows(pass_.rows))
         return pass_
 
     def write(
-        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch rows width"] | None:
-        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend` if
-        they are one part. If they are several, recomputing the norm is cheaper than keeping it."""
-        parts, normed = self.parts(rows.count, len(hidden)), None
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"], *, asks: bool = False
+    ) -> Written:
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend`, and
+        their queries, if it `asks` and one product gives them with the keys; both None if the rows are several parts.
+        Then recomputing the norm is cheaper than keeping it."""
+        parts = self.parts(rows.count, len(hidden))
+        if len(parts) == 1:
+            written = self._written(layer, rows, hidden, asks=asks)
+            self._passed(parts[0], len(hidden), self._flops.write)
+            return written
         for part in parts:
-            normed = None  # freed before the next part's is computed
-            normed = self.write_keys_values(layer, rows[part], hidden[:, part])
+            self.write_keys_values(layer, rows[part], hidden[:, part])
             self._passed(part, len(hidden), self._flops.write)
-        return normed if len(parts) == 1 else None
+        return None, None
 
     def attend(
         self,
@@ -218,10 +229,12 @@ class Forward:
         normed: Float[Tensor, "batch rows width"] | None = None,
         queries: Float[Tensor, "batch heads rows head_dim"] | None = None,
         keep: BranchKeeper | None = None,
+        waits: bool = False,
     ) -> None:
         """Add the attention branch of `rows` to `hidden`, in place, and pass it to `keep`.
 
-        `normed`, `queries`: of all rows, if already computed."""
+        `normed`, `queries`: of all rows, if already computed. `waits`: whether `mlp` of the same rows follows; its norm
+        may add the branch."""
         for part in self.parts(rows.count, len(hidden)):
             if queries is None:
                 of_part = self.model.attention_norm(layer, hidden[:, part]) if normed is None else normed[:, part]
@@ -233,19 +246,46 @@ class Forward:
                 del mixed
             if keep is not None:
                 keep(Feature.ATTN_OUT, part, branch)
-            add_branch(hidden, part, branch)
+            self._add(hidden, part, branch, waits)
             del branch  # freed before the next part's is computed
             self._passed(part, len(hidden), self._flops.attend)
 
-    def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
-        """Add the MLP branch to `hidden`, in place, and pass it to `keep`."""
+    def mlp(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "batch rows width"],
+        *,
+        keep: BranchKeeper | None = None,
+        waits: bool = False,
+    ) -> None:
+        """Add the MLP branch to `hidden`, in place, and pass it to `keep`. `waits`: as in `dense`."""
         for part in self.parts(hidden.shape[1], len(hidden)):
-            branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks)
+            normed = self.model.mlp_norm(layer, hidden[:, part], self._taken())
+            branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks, normed)
+            del normed
             if keep is not None:
                 keep(Feature.FFN_OUT, part, branch)
-            add_branch(hidden, part, branch)
+            self._add(hidden, part, branch, waits)
             del branch
             self._passed(part, len(hidden), self._flops.mlp)
+
+    def _add(
+        self,
+        hidden: Float[Tensor, "batch rows width"],
+        part: slice,
+        branch: Float[Tensor, "batch part width"],
+        waits: bool,
+    ) -> None:
+        """Add a branch to `hidden`, in place. If it `waits` and is of all rows, the next norm adds it."""
+        if waits and branch.shape[1] == hidden.shape[1]:
+            self._waiting = branch
+        else:
+            add_branch(hidden, part, branch)
+
+    def _taken(self) -> Float[Tensor, "batch rows width"] | None:
+        """The branch that waits, which nothing else holds."""
+        branch, self._waiting = self._waiting, None
+        return branch
 
     def _passed(self, part: slice, batch: int, flops: int) -> None:
         safe_point()
@@ -261,14 +301,23 @@ class Forward:
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows."""
-        normed = self.model.attention_norm(layer, hidden)
+        return self._written(layer, rows, hidden, asks=False)[0]
+
+    def _written(
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"], *, asks: bool
+    ) -> tuple[Float[Tensor, "batch rows width"], Float[Tensor, "batch heads rows head_dim"] | None]:
+        """As `write`, of rows that are one part."""
+        normed = self.model.attention_norm(layer, hidden, self._taken())
         with span(Op.QKV):
             if self.model.shape.is_global(layer):
                 self.store_keys_values(layer, rows, None, self.model.values(layer, normed))
-            else:
-                keys, values = self.model.keys_values(layer, normed, self.rotary_at(layer, rows))
-                self.store_keys_values(layer, rows, keys, values)
-        return normed
+                return normed, None
+            rotary = self.rotary_at(layer, rows)
+            found = self.model.queries_keys_values(layer, normed, rotary) if asks else None
+            queries, keys, values = found or (None, *self.model.keys_values(layer, normed, rotary))
+            del found
+            self.store_keys_values(layer, rows, keys, values)
+        return normed, queries
 
     def store_keys_values(
         self,

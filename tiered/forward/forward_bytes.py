@@ -184,13 +184,21 @@ def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
         *phase("attention by chunks", normed | by_block),
         *_expert_buffers(sizes, rows, normed | of_weights),
     ]
+    codes: dict[str, ShapeAndDtype] = {}
     if sizes.kv is not None:
-        coded = {
-            "keys and values": ((rows, shape.kept_width), dtype),
+        codes = {
             "codes on their way": ((rows, shape.kv_width * sizes.kv.working), "uint8"),
             "codes": ((rows, sizes.row_bytes(Feature.VALUE)), "uint8"),
         }
+        coded = {"keys and values": ((rows, shape.kept_width), dtype)} | codes
         buffers += phase("codes of keys and values", normed | coded | of_weights)
+    if sizes.gpu is not None:  # `DiffusionModel.queries_keys_values`
+        made = 2 if any(name.endswith(".q_norm.weight") for name in shape.own_shapes) else 1
+        joined = {
+            "queries, keys and values": ((rows, query_width + 2 * shape.kv_width), dtype),
+            "queries and keys, normed and rotated": ((made, rows, query_width + shape.kv_width), dtype),
+        }
+        buffers += phase("one product of queries, keys and values", normed | joined | codes)
     return buffers
 
 

@@ -70,17 +70,23 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
         forward.rows_computed = pass_.rows.count
     together = _Together(asked, [pass_.rows for _, pass_ in asked])
     hidden = model.embed(torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None])
-    last = model.shape.layers - 1
+    last, branch = model.shape.layers - 1, None
     for layer in range(last + 1):
         asked[0][0].enter(layer)
         with span(Op.LAYER, layer):
-            normed = model.attention_norm(layer, hidden)
-            together.store(layer, *model.keys_values(layer, normed, together.rotary))
+            normed = model.attention_norm(layer, hidden, branch)
+            branch = None
+            found = None if layer == last else model.queries_keys_values(layer, normed, together.rotary)
+            asked_for, keys, values = found or (None, *model.keys_values(layer, normed, together.rotary))
+            together.store(layer, keys, values)
+            del found, keys, values
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
                 together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked])
-            queries = together.heads(model.queries(layer, normed, together.rotary))
-            del normed
+            if asked_for is None:
+                asked_for = model.queries(layer, normed, together.rotary)
+            queries = together.heads(asked_for)
+            del normed, asked_for
             mixed = [
                 forward.attended(layer, rows, own).flatten(0, 1)
                 for (forward, _), rows, own in zip(asked, together.rows, queries, strict=True)
@@ -89,10 +95,12 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
             if not mixed:
                 break
             del queries
-            every = slice(0, hidden.shape[1])
-            add_branch(hidden, every, model.attention_out(layer, torch.cat(mixed)[None]))
+            normed = model.mlp_norm(layer, hidden, model.attention_out(layer, torch.cat(mixed)[None]))
             del mixed
-            add_branch(hidden, every, model.feed_forward(layer, hidden, together.note_picks))
+            branch = model.feed_forward(layer, hidden, together.note_picks, normed)
+            del normed
+            if layer == last:
+                add_branch(hidden, slice(None), branch)
     return together.apart(head(model, hidden))
 
 

@@ -8,8 +8,8 @@ from tiered.core.ops import Op
 from tiered.core.spans import active, spanned
 from tiered.models.base import DiffusionModel
 
-# Methods of `DiffusionModel` that compute for a step. Only `Forward` calls `queries`, `keys_values` and `attend`, in
-# methods that are ranges themselves.
+# Methods of `DiffusionModel` that compute for a step. Only `Forward` calls `queries`, `keys_values`,
+# `queries_keys_values` and `attend`, in methods that are ranges themselves.
 PIECES: Mapping[str, Op] = MappingProxyType(
     {
         "embed": Op.EMBED,
@@ -18,6 +18,7 @@ PIECES: Mapping[str, Op] = MappingProxyType(
         "keys": Op.QKV,
         "values": Op.QKV,
         "attention_out": Op.ATTENTION_OUT,
+        "mlp_norm": Op.MLP,
         "feed_forward": Op.MLP,
         "scale_layer": Op.RESIDUAL,
         "logits": Op.HEAD,

@@ -6,7 +6,7 @@ here are Llama's: norm → attention → norm → MLP with a gate. A family over
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,7 @@ from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.gate_mul_ref import Activation, gate_mul
 from tiered.kernels.keys_of_values import Keys, KeysOfValues
-from tiered.kernels.projection import project
+from tiered.kernels.projection import project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
@@ -32,6 +32,13 @@ Projected = Float[Tensor, "batch rows out"]
 RouterProbe = Callable[[int, Int[Tensor, "rows picked"], list[int]], None]
 
 
+class Projection(NamedTuple):
+    """A projection whose weight is a part of another's, with the attributes of `nn.Linear`."""
+
+    weight: Float[Tensor, "out inner"] | CodedRows
+    bias: Float[Tensor, " out"] | None = None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm in float32, rounded to the model's dtype, then scaled by the weight. Unless `offset` is
     None, it is scaled by offset + weight before rounding."""
@@ -43,8 +50,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1 - (self.offset or 0.0)))
         self.eps = eps
 
-    def forward(self, hidden: Hidden) -> Hidden:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, offset=self.offset)
+    def forward(self, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """Of `hidden`, once `branch` is added to it in place."""
+        norm = for_device(rms_norm, hidden.device)
+        return norm(hidden, self.weight, self.eps, offset=self.offset, branch=branch)
 
 
 class Block(nn.Module):
@@ -147,8 +156,13 @@ class DiffusionModel(nn.Module):
         """Scale what a layer of a `ModelShape.conditioned` model returns, in place. `final`: whether tokens are final,
         of all rows or of each."""
 
-    def attention_norm(self, layer: int, hidden: Hidden) -> Hidden:
-        return self.blocks[layer].attn_norm(hidden)
+    def attention_norm(self, layer: int, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """The rows that attention reads, once `branch` is added to `hidden` in place."""
+        return self.blocks[layer].attn_norm(hidden, branch)
+
+    def mlp_norm(self, layer: int, hidden: Hidden, branch: Hidden | None = None) -> Hidden:
+        """The rows that the MLP reads, once `branch` is added to `hidden` in place."""
+        return self.blocks[layer].ff_norm(hidden, branch)
 
     def keys(self, layer: int, normed: Hidden, rotary: Rotary) -> KeyHeads:
         """Rotated keys of the rows."""
@@ -160,6 +174,22 @@ class DiffusionModel(nn.Module):
 
     def keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> tuple[KeyHeads, KeyHeads]:
         return self.keys(layer, normed, rotary), self.values(layer, normed)
+
+    def queries_keys_values(
+        self, layer: int, normed: Hidden, rotary: Rotary
+    ) -> tuple[Heads, KeyHeads, KeyHeads] | None:
+        """`queries` and `keys_values` of the same rows by one product (`project_joined`); None if it does not do."""
+        block, shape = self.blocks[layer], self.shape
+        product = self._joined(normed, *(self._projection(layer, name) for name in ("q_proj", "k_proj", "v_proj")))
+        if product is None:
+            return None
+        rotated, values = product.split([shape.heads_width + shape.kv_width, shape.kv_width], dim=-1)
+        if hasattr(block, "q_norm"):
+            queries, keys = rotated.split([shape.heads_width, shape.kv_width], dim=-1)
+            queries, keys = self._normed_heads(queries, block.q_norm), self._normed_heads(keys, block.k_norm)
+            return rotary.rotate_queries(queries), rotary.rotate(keys), self._heads(values)
+        queries, keys = rotary.rotate(self._heads(rotated)).split([shape.heads, shape.kv_heads], dim=1)
+        return rotary.grown(queries), keys, self._heads(values)
 
     def keys_of_values(self, layer: int, values: KeyValue, rotary: Rotary) -> KeysOfValues:
         """Keys of all columns, in layers with `ModelShape.global_heads`."""
@@ -189,34 +219,60 @@ class DiffusionModel(nn.Module):
         """The attention branch, to be added to the residual stream (`ATTN_OUT`)."""
         return self._project(mixed, self.blocks[layer].attn_out)
 
-    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
-        """The MLP branch with its norm, to be added to the residual stream (`FFN_OUT`). `probe` is called with the
-        picks of a router; None for no call."""
-        block = self.blocks[layer]
-        return self._gated(block.ff_norm(hidden), block.ff_proj, block.up_proj, block.ff_out)
+    def feed_forward(
+        self, layer: int, hidden: Hidden, probe: RouterProbe | None = None, normed: Hidden | None = None
+    ) -> Hidden:
+        """The MLP branch, to be added to the residual stream (`FFN_OUT`). `probe` is called with the picks of a router;
+        None for no call. `normed`: `mlp_norm` of the rows; None to compute it here."""
+        block, normed = self.blocks[layer], self.mlp_norm(layer, hidden) if normed is None else normed
+        return self._gated(normed, block.ff_proj, block.up_proj, block.ff_out)
 
     def logits(self, hidden: Hidden, tokens: slice = _ALL) -> Float[Tensor, "batch rows vocab"]:
         """float32 logits of the last layer's output, of all tokens or of these."""
         weight: Any = (self.wte if self.config.head_tied else self.ff_out).weight
         return project(self.ln_f(hidden), weight if tokens == _ALL else weight[tokens]).float()
 
-    def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear) -> Projected:
-        projected = self._scaled(project(rows, projection.weight), projection.weight)
-        # In place: the projection is as large as the result, and has no other reference.
-        return projected if projection.bias is None else projected.add_(projection.bias)
+    def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear | Projection) -> Projected:
+        return self._finished(project(rows, projection.weight), projection)
+
+    def _joined(
+        self, rows: Float[Tensor, "batch rows inner"], *projections: nn.Linear | Projection
+    ) -> Projected | None:
+        """The results of several projections side by side, by one product; None as `project_joined`."""
+        product = project_joined(rows, [projection.weight for projection in projections])
+        if product is not None:
+            parts = product.split([projection.weight.shape[0] for projection in projections], dim=-1)
+            for part, projection in zip(parts, projections, strict=True):
+                self._finished(part, projection)
+        return product
+
+    def _finished(self, product: Projected, projection: nn.Linear | Projection) -> Projected:
+        """A product with a projection's weight, scaled and with its bias."""
+        product = self._scaled(product, projection.weight)
+        # In place: the product is as large as the result, and has no other reference.
+        return product if projection.bias is None else product.add_(projection.bias)
+
+    def _projection(self, layer: int, name: str) -> nn.Linear | Projection:
+        """The projection to queries, keys or values (`name`)."""
+        return getattr(self.blocks[layer], name)
 
     def _of_attention(self, layer: int, name: str, normed: Hidden) -> Projected:
-        """The projection to queries, keys or values (`name`)."""
-        return self._project(normed, getattr(self.blocks[layer], name))
+        return self._project(normed, self._projection(layer, name))
 
     def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
         multiply = for_device(gate_mul, normed.device)
+        product = self._joined(normed, gate, up)
         # No name keeps a factor alive until the last projection.
-        gated = multiply(self._project(normed, gate), self._project(normed, up), self._activation)
+        if product is None:
+            gated = multiply(self._project(normed, gate), self._project(normed, up), self._activation)
+        else:
+            half = product.shape[-1] // 2
+            gated = multiply(product[..., :half], product[..., half:], self._activation)
+        del product
         return self._project(gated, out)
 
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
-        """A product with `weight`, scaled as the family requires."""
+        """A product with `weight`, scaled in place as the family requires."""
         return projected
 
     def _softened(self, layer: int) -> dict[str, Any]:
@@ -229,7 +285,9 @@ class DiffusionModel(nn.Module):
             return self._heads(projected)
         weight: Any = norm.weight
         if len(weight) < projected.shape[-1]:
-            heads = norm(projected.reshape(len(projected), -1, len(weight)))
+            # A part of a product has its rows apart. A product with rows innermost is copied.
+            rows = projected if projected.stride(-1) == 1 else projected.contiguous()
+            heads = norm(rows.unflatten(-1, (-1, len(weight))).flatten(0, 1))
             return self._heads(heads.view(projected.shape))
         return self._heads(norm(projected))
 

@@ -261,12 +261,18 @@ class DiffusionGemma(MixtureModel):
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         return rotary.rotate_queries(self._heads_normed(layer, "q_proj", normed, "q_norm"))
 
+    def queries_keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> None:
+        return None  # values are normed, and some layers have no projection to them
+
     def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return self.blocks[layer].attn_post_norm(super().attention_out(layer, mixed))
 
-    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
-        block = self.blocks[layer]
-        dense = self._gated(block.ff_norm(hidden), block.shared_proj, block.shared_up, block.shared_out)
+    def feed_forward(
+        self, layer: int, hidden: Hidden, probe: RouterProbe | None = None, normed: Hidden | None = None
+    ) -> Hidden:
+        block, normed = self.blocks[layer], self.mlp_norm(layer, hidden) if normed is None else normed
+        dense = self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)
+        del normed
         dense = block.shared_post_norm(dense)
         routed = self.routed(layer, hidden, block.experts_norm(hidden), self.ranked(layer, hidden), probe)
         return block.ff_post_norm(dense.add_(block.experts_post_norm(routed)))

@@ -117,10 +117,12 @@ class Gidd(DiffusionModel):
     def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return super().attention_out(layer, mixed) * self.config.branch_scale
 
-    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
-        block = self.blocks[layer]
+    def feed_forward(
+        self, layer: int, hidden: Hidden, probe: RouterProbe | None = None, normed: Hidden | None = None
+    ) -> Hidden:
+        block, normed = self.blocks[layer], self.mlp_norm(layer, hidden) if normed is None else normed
         # In place, except where gradients need a copy: this is the largest tensor of a layer.
-        inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
+        inner = self._project(normed, block.up_proj).relu_().square()
         return self._project(inner, block.ff_out) * self.config.branch_scale
 
     def logits(self, hidden: Hidden, tokens: slice = slice(None)) -> Float[Tensor, "batch rows vocab"]:
@@ -131,4 +133,4 @@ class Gidd(DiffusionModel):
         scale = self.config.weight_scale
         if not isinstance(scale, float):
             scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5
-        return projected if scale == 1.0 else projected * scale
+        return projected if scale == 1.0 else projected.mul_(scale)

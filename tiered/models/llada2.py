@@ -7,8 +7,7 @@ choice. Block routing (LLaDA2.2) is refused, because no copy of its code was at 
 
 from collections.abc import Mapping
 
-from tiered.kernels.projection import project
-from tiered.models.base import Hidden, Projected
+from tiered.models.base import Projection
 from tiered.models.config_fields import count, positive, switch
 from tiered.models.layout import IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
@@ -87,8 +86,8 @@ def read_llada2_config(config: Mapping[str, object]) -> MixtureConfig:
 class LLaDA2(MixtureModel):
     read_config = staticmethod(read_llada2_config)
 
-    def _of_attention(self, layer: int, name: str, normed: Hidden) -> Projected:
+    def _projection(self, layer: int, name: str) -> Projection:
         queries, keys = self.shape.heads_width, self.shape.kv_width
         first = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[name]
         rows = slice(first, first + (queries if name == "q_proj" else keys))
-        return project(normed, self.blocks[layer].qkv_proj.weight[rows])
+        return Projection(self.blocks[layer].qkv_proj.weight[rows])

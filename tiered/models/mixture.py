@@ -53,11 +53,13 @@ class MixtureModel(DiffusionModel):
     config: MixtureConfig
     streamed: ExpertSource | None = None
 
-    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
+    def feed_forward(
+        self, layer: int, hidden: Hidden, probe: RouterProbe | None = None, normed: Hidden | None = None
+    ) -> Hidden:
         block, experts = self.blocks[layer], self._experts
         if layer in experts.dense:
-            return super().feed_forward(layer, hidden, probe)
-        normed = block.ff_norm(hidden)
+            return super().feed_forward(layer, hidden, probe, normed)
+        normed = self.mlp_norm(layer, hidden) if normed is None else normed
         branch = self.routed(layer, hidden, normed, normed, probe)
         if experts.shared_width:
             branch += self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)

@@ -62,7 +62,11 @@ class Rotary:
 
     def rotate_queries(self, heads: Heads) -> Heads:
         """`rotate` for queries, times `query_scale`."""
-        rotated, scale = self.rotate(heads), self.query_scale
+        return self.grown(self.rotate(heads))
+
+    def grown(self, rotated: Heads) -> Heads:
+        """Rotated queries, times `query_scale` in place."""
+        scale = self.query_scale
         if scale is None:
             return rotated
         if self.columns is not None:

@@ -101,7 +101,7 @@ class BranchStep:
         rows, hidden, first = self._span, pass_.hidden, self._first_needed(forward, layer, pass_)
         keep = partial(self._keep, forward, layer, first)
         forward.write(layer, rows, hidden)
-        forward.attend(layer, rows[first:], hidden[:, first:], keep=keep)
+        forward.attend(layer, rows[first:], hidden[:, first:], keep=keep, waits=True)
         forward.mlp(layer, hidden[:, first:], keep=keep)
         return replace(pass_, computed=rows.count)
 
@@ -122,7 +122,7 @@ class BranchStep:
         for part in parts:
             forward.write_keys_values(layer, part, self._taken(answer, part))
         needed = slice(self._first_needed(forward, layer, pass_), head)
-        forward.attend(layer, self._span[needed], prompt[:, needed])
+        forward.attend(layer, self._span[needed], prompt[:, needed], waits=True)
         forward.mlp(layer, prompt[:, needed])
         for part in parts:
             branch = forward.attention(layer, part, model.attention_norm(layer, self._taken(answer, part)))

@@ -53,13 +53,14 @@ class ElasticStep:
         if not widening.settled:  # the store still holds the last step's keys
             tracked = self._tracked
             past = weights_of(forward, layer, tracked.queries(layer), tracked.columns(layer), forward.keys(layer))
-        normed = forward.write(layer, rows, hidden)
-        queries = None if normed is None else forward.queries(layer, rows, normed)
+        normed, queries = forward.write(layer, rows, hidden, asks=True)
+        if queries is None and normed is not None:
+            queries = forward.queries(layer, rows, normed)
         del normed
         asked = LayerQueries(forward, layer, pass_, widening.place, queries)
         moved, others = self._watch(asked, past)
         del asked, past
-        forward.attend(layer, rows, hidden, queries=queries)
+        forward.attend(layer, rows, hidden, queries=queries, waits=True)
         del queries
         forward.mlp(layer, hidden)
         self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
