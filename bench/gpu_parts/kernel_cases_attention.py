@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.keys_of_values import KeysOfValues
 from tiered.kernels.row_code import RowCode
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
@@ -40,11 +41,13 @@ class HeadShape(NamedTuple):
 
 
 LLADA, DREAM, GIDD = HeadShape("llada", 32, 32), HeadShape("dream", 28, 4), HeadShape("gidd", 24, 24)
+GEMMA = HeadShape("diffusion-gemma", 16, 2, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """Inputs, by the names of the kernels. `coded`: of keys and values, which are then what these decode to."""
+    """Inputs, by the names of the kernels. `coded`: of keys and values, which are then what these decode to.
+    `made`: the keys, if they are made of values."""
 
     queries: Tensor
     keys: Tensor
@@ -57,6 +60,7 @@ class Attended:
     start: Tensor | None = None
     stop: Tensor | None = None
     coded: tuple[CodedRows, CodedRows] | None = None
+    made: KeysOfValues | None = None
 
     def scores64(self, keys: Tensor) -> Tensor:
         """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
@@ -91,6 +95,8 @@ class Attended:
         both = [self.keys] if self.values is None else [self.keys, self.values]
         if self.coded is not None:
             both = [rows.bytes for rows in self.coded]
+        if self.made is not None:
+            both = both[1:]
         columns = size(*both)
         column = sum(size(tensor[0, :, 0]) for tensor in both)
         if self.key_mask is not None:
@@ -98,6 +104,8 @@ class Attended:
         elif self.start is not None:
             columns -= int(self.start.sum()) * column
         beside = (self.key_mask, self.sink_keys, self.sink_values, self.start, self.stop)
+        if self.made is not None:
+            beside += (self.made.weight, self.made.cos, self.made.sin)
         return columns + size(self.queries, *beside)
 
 
@@ -222,7 +230,7 @@ class BlockAttention(AttentionCase):
         beside = ("scale", "soft_cap", "sink_keys", "sink_values", "key_mask", "start", "stop")
         options = {name: getattr(given, name) for name in beside}
         keys, values = given.coded or (given.keys, given.values)
-        mixed, whole = op(self.kernel)(given.queries, keys, values, **options)
+        mixed, whole = op(self.kernel)(given.queries, given.made or keys, values, **options)
         return mixed, whole.peak, whole.mass
 
     def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -234,6 +242,30 @@ class BlockAttention(AttentionCase):
 
     def moved(self, given: Attended) -> int:
         return super().moved(given) + 2 * 4 * given.queries[..., 0].numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeKeys(BlockAttention):
+    """The same with keys that are made of values.
+
+    Attributes:
+        turning: pairs of elements that turn.
+    """
+
+    roundings = 4  # queries times weights, and keys that turn
+    turning: int = 64
+
+    def tiny(self) -> Self:
+        return replace(super().tiny(), shape=self.shape.tiny(64), turning=8)
+
+    def draw(self, generator: torch.Generator) -> Attended:
+        given = super().draw(generator)
+        assert given.values is not None
+        values = given.values if given.coded is None else given.coded[1]
+        angles = 9 * normal(generator, 1, 1, self.length, self.turning, dtype=torch.float32)
+        weight = 1 + 0.1 * normal(generator, self.shape.head_dim, dtype=self.dtype)
+        made = KeysOfValues(values, weight, angles.cos(), angles.sin())
+        return replace(given, keys=made.values(), made=made)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +300,7 @@ CHECKED: tuple[KernelCase, ...] = (
         BlockAttention(shape=GIDD, dtype=_FP32, masked=True, partly=True, sinks=1, code=code, **_CAPPED)
         for code in RowCode
     ),
+    *(MadeKeys(shape=GEMMA, rows=256, strided=True, partly=True, code=code) for code in (None, *RowCode)),
 )
 TIMED: tuple[KernelCase, ...] = (
     BlockAttention(shape=LLADA, rows=CENTROIDS_AT_ONCE, **_TIMED),  # as drift has them
@@ -278,6 +311,8 @@ TIMED: tuple[KernelCase, ...] = (
         for rows, length in ((32, 1024), (32, 4096), (32, 32768), (512, 32768))
         for code in (None, *RowCode)
     ),
+    BlockAttention(shape=GEMMA, rows=256, length=32768),
+    *(MadeKeys(shape=GEMMA, rows=256, length=32768, code=code) for code in (None, *RowCode)),
     *(
         TorchAttention(shape=LLADA, rows=rows, length=length, masked=masked)
         for rows, length in ((32, 1024), (32, 4096), (32, 16384), (32, 32768), (512, 32768))
