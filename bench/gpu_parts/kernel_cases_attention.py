@@ -253,7 +253,7 @@ class MadeKeys(BlockAttention):
     """
 
     roundings = 4  # queries times weights, and keys that turn
-    turning: int = 64
+    turning: int
 
     def tiny(self) -> Self:
         return replace(super().tiny(), shape=self.shape.tiny(64), turning=8)
@@ -300,7 +300,7 @@ CHECKED: tuple[KernelCase, ...] = (
         BlockAttention(shape=GIDD, dtype=_FP32, masked=True, partly=True, sinks=1, code=code, **_CAPPED)
         for code in RowCode
     ),
-    *(MadeKeys(shape=GEMMA, rows=256, strided=True, partly=True, code=code) for code in (None, *RowCode)),
+    *(MadeKeys(shape=GEMMA, turning=64, rows=256, strided=True, partly=True, code=code) for code in (None, *RowCode)),
 )
 TIMED: tuple[KernelCase, ...] = (
     BlockAttention(shape=LLADA, rows=CENTROIDS_AT_ONCE, **_TIMED),  # as drift has them
@@ -312,7 +312,7 @@ TIMED: tuple[KernelCase, ...] = (
         for code in (None, *RowCode)
     ),
     BlockAttention(shape=GEMMA, rows=256, length=32768),
-    *(MadeKeys(shape=GEMMA, rows=256, length=32768, code=code) for code in (None, *RowCode)),
+    *(MadeKeys(shape=GEMMA, turning=64, rows=256, length=32768, code=code) for code in (None, *RowCode)),
     *(
         TorchAttention(shape=LLADA, rows=rows, length=length, masked=masked)
         for rows, length in ((32, 1024), (32, 4096), (32, 16384), (32, 32768), (512, 32768))
