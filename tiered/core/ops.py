@@ -15,7 +15,7 @@ class Op(StrEnum):
     ATTENTION = "attention"
     ATTENTION_OUT = "attention_out"
     MLP = "mlp"
-    RESIDUAL = "residual"  # branches are added to the residual stream, unless the next norm adds them
+    RESIDUAL = "residual"  # branches are added to the residual stream, and the norm in front of the MLP, which adds one
     HEAD = "head"
     CLUSTERING = "clustering"  # k-means and the layout of clusters
     STORE = "store"  # rows are gathered and given to the tiers

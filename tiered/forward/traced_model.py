@@ -18,7 +18,7 @@ PIECES: Mapping[str, Op] = MappingProxyType(
         "keys": Op.QKV,
         "values": Op.QKV,
         "attention_out": Op.ATTENTION_OUT,
-        "mlp_norm": Op.MLP,
+        "mlp_norm": Op.RESIDUAL,
         "feed_forward": Op.MLP,
         "scale_layer": Op.RESIDUAL,
         "logits": Op.HEAD,
