@@ -40,8 +40,7 @@ def propose(block: OpenBlock) -> Candidates:
     confidence is without Gumbel numbers. The mask token is never proposed, but keeps its share of the distribution. The
     likeliest other token is never cut, and equal logits at the edge of a cut all stay.
     """
-    plain = not block.sampling.by_row and block.sampling.confidence == "probability"
-    if plain and isinstance(block.logits, LogitTiles):
+    if block.sampling.plain and isinstance(block.logits, LogitTiles):
         return block.candidates(*likeliest_tokens(block))
     return block.candidates(*block.by_rows(_proposed))
 

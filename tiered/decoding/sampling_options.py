@@ -62,6 +62,11 @@ class Sampling:
         return self.temperature > 0 or self.cuts
 
     @property
+    def plain(self) -> bool:
+        """True if `propose` needs likeliest tokens and their probabilities alone, which tiles of tokens give."""
+        return not self.by_row and self.confidence == "probability"
+
+    @property
     def needs_room(self) -> bool:
         """True if `propose` needs room beside the logits, which `CallShape.sampled` books."""
         return self.by_row or self.confidence == "entropy"

@@ -75,7 +75,8 @@ class TokenSampler:
         if predicted is not None:
             columns, valid = predicted
             tokens, pending = tokens.gather(1, columns), pending.gather(1, columns) & valid
-            if self._sampling.by_row or rewriting or isinstance(logits, LogitTiles):
+            tiled = isinstance(logits, LogitTiles) and not self._sampling.plain
+            if self._sampling.by_row or rewriting or tiled:
                 remaining = pending.sum(dim=1).tolist()
         block = OpenBlock(
             logits=logits,
