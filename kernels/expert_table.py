@@ -67,10 +67,10 @@ class ExpertTable:
         return self._sent[asked]
 
 
-def scratch_numbers(pairs: int, experts: int) -> tuple[int, int, int]:
-    """Counts of int32 numbers with which a kernel sorts `pairs` by expert: one for each place, one for each pair, and
-    three for each possible tile. A pair is a row and one of its experts."""
-    return pairs, pairs, 3 * (experts + pairs // TILE_ROWS)
+def scratch_numbers(pairs: int, experts: int) -> tuple[int, int]:
+    """Counts of int32 numbers with which a kernel sorts `pairs` by expert: one for each place, and three for each
+    possible tile. A pair is a row and one of its experts."""
+    return pairs, 3 * (experts + pairs // TILE_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

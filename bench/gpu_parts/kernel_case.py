@@ -124,9 +124,10 @@ def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))
 
 
-def op(name: str) -> Callable[..., Any]:
-    """The function of a kernel's module, which is imported here and now: `interpret` must have been called before."""
-    return getattr(importlib.import_module(f"tiered.kernels.{name}"), name)
+def op(name: str, function: str | None = None) -> Callable[..., Any]:
+    """A function of a kernel's module, the one of its name for None. The module is imported here and now: `interpret`
+    must have been called before."""
+    return getattr(importlib.import_module(f"tiered.kernels.{name}"), function or name)
 
 
 def interpret(device: torch.device) -> None:

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
 from gpu_parts.kernel_cases_layer import ACTIVATIONS
-from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.expert_outputs_ref import Picks
 from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
 
 
 class Given(NamedTuple):
-    """`total` is what answers are added to; `only` are the experts that the host knows to be picked."""
+    """`outputs` are those of each row's experts; `only` are the experts that the host knows to be picked."""
 
-    total: Tensor
+    outputs: Tensor
     rows: Tensor
     picks: Picks
     table: ExpertTable
@@ -27,11 +27,11 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddExperts(KernelCase):
-    """`experts`: those that the rows of a step pick among, together. Sizes are LLaDA2-mini's. Gates and answers are
-    rounded on their way, and the values of int4."""
+class ExpertOutputs(KernelCase):
+    """Outputs and their sum. `experts`: those that the rows of a step pick among, together. Sizes are LLaDA2-mini's.
+    Gates and outputs are rounded on their way, and the values of int4."""
 
-    kernel, into, roundings = "add_experts", "total", 4
+    kernel, into, roundings = "expert_outputs", "outputs", 4
     code: WeightCode | None = None
     rows: int
     experts: int = 72
@@ -53,15 +53,16 @@ class AddExperts(KernelCase):
         experts = highest.indices.sort(dim=1).values
         table = ExpertTable.of_stacks(stack(2 * self.inner, self.width), stack(self.width, self.inner), self.experts)
         rows = normal(generator, self.rows, self.width, dtype=self.dtype)
-        total = normal(generator, self.rows, self.width)
-        return Given(total, rows, Picks(experts, highest.values), table, experts.unique().tolist())
+        outputs = rows.new_zeros(self.rows, self.picked, self.width)
+        return Given(outputs, rows, Picks(experts, highest.values), table, experts.unique().tolist())
 
     def run(self, given: Given, room: Sequence[Tensor]) -> Sequence[Tensor]:
         op(self.kernel)(room[0], *given[1:], self.activation)
-        return room
+        return [op(self.kernel, "sum_outputs")(room[0], given.picks.weights)]
 
     def truth(self, given: Given) -> Sequence[Tensor]:
-        total, rows = given.total.double(), given.rows.double()
+        rows = given.rows.double()
+        total = torch.zeros_like(rows)
         for expert in given.only:
             gate_up, down = (
                 (replace(each, dtype=torch.float32).values() if isinstance(each, CodedRows) else each).double()
@@ -74,24 +75,24 @@ class AddExperts(KernelCase):
 
     def moved(self, given: Given) -> int:
         matrices = sum(each.nbytes for expert in given.only for each in given.table.matrices(expert))
-        return size(given.rows, given.total, given.total, *given.picks) + matrices
+        return size(given.rows, given.rows, *given.picks) + matrices
 
     def arithmetic(self, given: Given) -> int:
         return 2 * self.rows * self.picked * 3 * self.width * self.inner
 
 
-def _wide(code: WeightCode | None) -> AddExperts:
+def _wide(code: WeightCode | None) -> ExpertOutputs:
     """Of the sizes and the activation of DiffusionGemma, whose canvases are wide."""
-    return AddExperts(code=code, rows=256, experts=128, width=2816, inner=704, activation="gelu")
+    return ExpertOutputs(code=code, rows=256, experts=128, width=2816, inner=704, activation="gelu")
 
 
 CHECKED: tuple[KernelCase, ...] = (
-    *(AddExperts(code=code, rows=32) for code in (None, *WeightCode)),
+    *(ExpertOutputs(code=code, rows=32) for code in (None, *WeightCode)),
     *(_wide(code) for code in (None, WeightCode.INT4)),
-    *(AddExperts(code=code, rows=33, dtype=torch.float32) for code in (None, *WeightCode)),
+    *(ExpertOutputs(code=code, rows=33, dtype=torch.float32) for code in (None, *WeightCode)),
 )
 TIMED: tuple[KernelCase, ...] = (
-    *(AddExperts(code=code, rows=32) for code in (None, *WeightCode)),
+    *(ExpertOutputs(code=code, rows=32) for code in (None, *WeightCode)),
     *(_wide(code) for code in (None, WeightCode.INT4)),
-    *(AddExperts(code=code, rows=512) for code in (None, WeightCode.INT4)),
+    *(ExpertOutputs(code=code, rows=512) for code in (None, WeightCode.INT4)),
 )

@@ -211,7 +211,7 @@ def _factors(shape: ModelShape) -> set[tuple[int, int]]:
 
 def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDtype]) -> list[Buffer]:
     """Temporaries of a mixture of experts over `rows` rows: of the router, of the routed experts and of the shared one.
-    The kernel takes all routed experts at once, the reference one at a time."""
+    The kernel takes many routed experts at once, the reference one at a time."""
     shape, experts, dtype = sizes.shape, sizes.shape.experts, sizes.dtype
     if experts is None:
         return []
@@ -221,32 +221,38 @@ def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDt
         "chosen experts, unsorted": ((2, rows, experts.picked), "int64"),
     }
     picks = {"experts of rows": ((rows, experts.picked), "int64"), "weights": ((rows, experts.picked), "float32")}
-    routed: dict[str, ShapeAndDtype] = {"sum of answers": ((rows, shape.width), "float32")}
     pairs = rows * experts.picked
+    outputs = picks | {"outputs of experts": ((pairs, shape.width), dtype)}
+    summed: dict[str, ShapeAndDtype] = {"sum of outputs": ((rows, shape.width), dtype)}
     if sizes.gpu is not None:
         most = min(pairs, experts.count)
-        routed |= {
-            "places of pairs, and tiles": ((sum(scratch_numbers(pairs, most)),), "int32"),
+        routed: dict[str, ShapeAndDtype] = {
+            "order of pairs, and tiles": ((sum(scratch_numbers(pairs, most)),), "int32"),
             "addresses of experts": ((3, most), "int64"),
             "gates": ((pairs, experts.width), dtype),
-            "answers": ((pairs, shape.width), dtype),
         }
     else:
-        routed |= {
+        routed = {
             "order of experts": ((3, pairs), "int64"),
-            "an expert's rows and answers": ((2, some, shape.width), dtype),
+            "an expert's rows and outputs": ((2, some, shape.width), dtype),
             "its gate, projections and their product": ((3, some, experts.width), dtype),
         }
+        summed["sum and an output"] = (2, rows, shape.width), "float32"
         if dtype != "float32":
-            routed["answers, or a gate"] = (some, max(shape.width, experts.width)), "float32"
+            routed["outputs, or a gate"] = (some, max(shape.width, experts.width)), "float32"
     if dtype != "float32":
         scores["rows of a router"] = (some, shape.width), "float32"
     shared = {
-        "answers of experts": ((rows, shape.width), dtype),
+        "sum of outputs": ((rows, shape.width), dtype),
         "gate, projections and their product": ((3, rows, experts.shared_width), dtype),
     }
-    phases = {"router": scores, "experts": routed, "shared expert": shared}
-    return [buffer for name, own in phases.items() for buffer in phase(name, {**beside, **picks, **own})]
+    phases = {
+        "router": picks | scores,
+        "experts": outputs | routed,
+        "sum of experts": outputs | summed,
+        "shared expert": picks | shared,
+    }
+    return [buffer for name, own in phases.items() for buffer in phase(name, {**beside, **own})]
 
 
 def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:

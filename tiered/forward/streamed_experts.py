@@ -1,14 +1,14 @@
 """Experts of a model that the device has no room for. Experts that routers pick are fetched to slots, and stay until
 another expert needs the slot.
 
-A layer's experts are used in groups, ascending. While one group is used, the other groups are fetched, and then the
-experts that the next layer will probably pick. A wrong guess costs a copy and changes no answer.
+A layer's experts are used in groups: first those that are in slots, then the others as they arrive. While one group is
+used, the other groups are fetched, and then the experts that the next layer will probably pick. A wrong guess costs a
+copy and changes no answer.
 """
 
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 
 from tiered.core.events import Picked
 from tiered.core.ops import Op
@@ -19,7 +19,7 @@ from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
-GROUP = 8  # missing experts: few, so that copies overlap computation; several, so that they share one wait
+GROUP = 8  # experts that arrive: few, so that copies overlap computation; several, so that they share one wait
 
 
 class StreamedExperts:
@@ -47,38 +47,38 @@ class StreamedExperts:
     def groups(
         self, layer: int, picked: Sequence[int], likely: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
-        """The `picked` experts of a layer, ascending, in groups. A group stays in slots until the next one is taken.
-        `likely`: experts that rows will probably pick in the next layer.
+        """The `picked` experts of a layer, in groups. A group stays in slots until the next one is taken. `likely`:
+        experts that rows will probably pick in the next layer.
 
         Raises:
             TransferError: a copy failed.
         """
         assert self._homes is not None, "experts are used in slots"
         residency, following = self._homes.residency, layer + 1
-        wanted = [Wanted((layer, expert)) for expert in picked]
-        missing = [bool(residency.missing(each).any()) for each in wanted]
+        ready = [expert for expert in picked if residency.ready((layer, expert))]
+        coming = [expert for expert in picked if expert not in {*ready}]
+        # Copies of guesses are under way; those of others follow them.
+        missing = {expert for expert in coming if residency.missing(Wanted((layer, expert))).any()}
+        coming.sort(key=missing.__contains__)
         foreseen = len(self._guessed.intersection(picked))
-        self._homes.tiers.record(Picked(used=len(picked), resident=missing.count(False), foreseen=foreseen))
+        self._homes.tiers.record(Picked(used=len(picked), resident=len(picked) - len(missing), foreseen=foreseen))
         self._last[layer], self._guessed = frozenset(picked), frozenset(likely)
-        guess = [Wanted((following, expert)) for expert in likely]
-        for start, stop in pairwise([*self._starts(missing), len(wanted)]):
+        groups = [*_split(ready, self._most), *_split(coming, min(GROUP, self._most))]
+        ahead = [Wanted((layer, expert)) for group in groups for expert in group]
+        ahead += [Wanted((following, expert)) for expert in likely]
+        for group in groups:
+            wanted, ahead = ahead[: len(group)], ahead[len(group) :]
             with span(Op.WEIGHTS):
-                slots = residency.use(wanted[start:stop], [*wanted[stop:], *guess])
+                slots = residency.use(wanted, ahead)
             gate_up: list[Matrix | None] = [None] * self._experts
             down = gate_up.copy()
-            for expert, slot in zip(picked[start:stop], slots, strict=True):
+            for expert, slot in zip(group, slots, strict=True):
                 gate_up[expert], down[expert] = self._records.views(slot)
-            yield picked[start:stop], ExpertTable(gate_up, down)
+            yield group, ExpertTable(gate_up, down)
 
-    def _starts(self, missing: Sequence[bool]) -> list[int]:
-        """The first expert of each group: one that every few missing experts begin, so that those that are in slots
-        already wait for no copy."""
-        starts, lacking = [0], 0
-        for place, lacks in enumerate(missing):
-            if place - starts[-1] == self._most or (lacks and lacking % GROUP == 0 and place > starts[-1]):
-                starts.append(place)
-            lacking += lacks
-        return starts
+
+def _split(experts: list[int], most: int) -> list[list[int]]:
+    return [experts[start : start + most] for start in range(0, len(experts), most)]
 
 
 def _recurs(last: Mapping[int, frozenset[int]], key: Hashable) -> bool:

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from tiered.kernels.add_experts_ref import Picks
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.expert_outputs_ref import Picks
 from tiered.kernels.keys_of_values import KeysOfValues
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.row_code import chunks

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from tiered.kernels.add_experts_ref import Picks, add_experts
 from tiered.kernels.choice import for_device
+from tiered.kernels.expert_outputs_ref import Picks, expert_outputs, sum_outputs
 from tiered.kernels.expert_table import ExpertTable
 from tiered.kernels.projection import few_at_a_time, project_few
 from tiered.kernels.rms_norm_ref import Hidden
@@ -24,7 +24,7 @@ from tiered.models.shape import Experts
 
 # An expert is likely if more than one in this many rows picks it; less popular ones would too often be fetched in vain.
 LIKELY = 12
-# Experts, ascending, and their matrices, which stay in place until the next group is taken.
+# Experts and their matrices, which stay in place until the next group is taken.
 Group = tuple[Sequence[int], ExpertTable]
 
 
@@ -115,11 +115,11 @@ class MixtureModel(DiffusionModel):
     def _mixed(
         self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]
     ) -> Float[Tensor, "rows width"]:
-        """The weighted sum of the outputs of each row's experts."""
-        total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        """The weighted sum of the outputs of each row's experts, each of which is in one group."""
+        outputs = rows.new_empty(*picks.experts.shape, rows.shape[1])
         for group, table in groups:
-            for_device(add_experts, rows.device)(total, rows, picks, table, group, self._activation)
-        return total.to(rows.dtype)
+            for_device(expert_outputs, rows.device)(outputs, rows, picks, table, group, self._activation)
+        return for_device(sum_outputs, rows.device)(outputs, picks.weights)
 
 
 def _logits(

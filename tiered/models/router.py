@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float32, Int
 from torch import Tensor
 
-from tiered.kernels.add_experts_ref import Picks
+from tiered.kernels.expert_outputs_ref import Picks
 from tiered.models.config_fields import number_in, positive
 from tiered.models.shape import Experts
 

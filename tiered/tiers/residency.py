@@ -187,6 +187,13 @@ class Residency:
         parts = record.filled if wanted.parts is None else record.filled & wanted.parts
         return parts if here is None else parts & ~here.present
 
+    def ready(self, key: Hashable) -> bool:
+        """Whether all parts of a record are in a slot, and compute has to wait for none of them."""
+        here = self._here.get(key)
+        if here is None or self.missing(Wanted(key)).any():
+            return False
+        return not here.arriving or all(event.done() for event in here.slot.fence.before_read())
+
     def brought(self, wanted: Wanted) -> Parts:
         """The parts that came to their slot from the home, or would come, and were not written since."""
         here, missing = self._here.get(wanted.key), self.missing(wanted)

@@ -13,9 +13,9 @@ from torch import Tensor
 import tiered
 from tiered.forward.forward_bytes import part_buffers
 from tiered.forward.sizes import CallShape, Gpu
-from tiered.kernels import add_experts_ref
-from tiered.kernels.add_experts_ref import Picks
+from tiered.kernels import expert_outputs_ref
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.expert_outputs_ref import Picks
 from tiered.kernels.expert_table import ExpertTable
 from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
@@ -33,13 +33,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def op(implementation: str) -> Callable[..., None]:
+def module(implementation: str) -> Any:
+    """The module of both operations."""
     if implementation == "reference":
-        return add_experts_ref.add_experts
+        return expert_outputs_ref
     pytest.importorskip("triton")
-    from tiered.kernels import add_experts
+    from tiered.kernels import expert_outputs
 
-    return add_experts.add_experts
+    return expert_outputs
 
 
 def device_of(implementation: str) -> str:
@@ -63,7 +64,7 @@ def given(
     return rows, Picks(experts.to(device), weights.to(device)), ExpertTable.of_stacks(gate_up, down, EXPERTS)
 
 
-def added(
+def answer(
     implementation: str,
     rows: Tensor,
     picks: Picks,
@@ -71,11 +72,13 @@ def added(
     *groups: Sequence[int],
     activation: Activation = "silu",
 ) -> Tensor:
-    """The answers of all experts that are picked, added to ones; or of `groups` of experts, one after the other."""
-    total = torch.ones(rows.shape, device=rows.device)
+    """The weighted sums of all experts that are picked, at once; or of `groups` of experts, one after the other.
+    Outputs of experts in no group are zero."""
+    outputs = rows.new_zeros(*picks.experts.shape, rows.shape[1])
+    ops = module(implementation)
     for only in groups or [picks.experts.unique().tolist()]:
-        op(implementation)(total, rows, picks, table, only, activation)
-    return total
+        ops.expert_outputs(outputs, rows, picks, table, only, activation)
+    return ops.sum_outputs(outputs, picks.weights)
 
 
 def expected(
@@ -86,7 +89,7 @@ def expected(
     activation: Activation = "silu",
 ) -> Tensor:
     """By the definition, in float64."""
-    total = torch.ones(rows.shape, dtype=torch.float64, device=rows.device)
+    total = torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
     for row, (experts, weights) in enumerate(zip(picks.experts.tolist(), picks.weights.tolist(), strict=True)):
         for expert, weight in zip(experts, weights, strict=True):
             if expert in only:
@@ -102,13 +105,13 @@ def expected(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_it_adds_what_the_experts_answer(
+def test_a_row_is_the_weighted_sum_of_its_experts(
     implementation: str, code: WeightCode | None, dtype: torch.dtype, activation: Activation
 ):
     rows, picks, table = given(device_of(implementation), 21, dtype, code)
-    total = added(implementation, rows, picks, table, activation=activation)
+    total = answer(implementation, rows, picks, table, activation=activation)
     wanted = expected(rows, picks, table, activation=activation)
-    assert total.dtype == torch.float32
+    assert total.dtype == dtype
     assert (total - wanted).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
 
 
@@ -122,21 +125,21 @@ def test_bits_depend_on_no_other_row_and_no_other_expert(
     implementation: str, dtype: torch.dtype, code: WeightCode | None, activation: Activation
 ):
     rows, picks, table = given(device_of(implementation), 40, dtype, code)
-    answers = partial(added, implementation, activation=activation)
+    answers = partial(answer, implementation, activation=activation)
     whole = answers(rows, picks, table)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1)).to(rows.device)
     for some in (order, order[:1], order[:17]):
         mine = Picks(picks.experts[some], picks.weights[some])
         assert torch.equal(answers(rows[some], mine, table), whole[some])
-    # Groups of experts one above the other; one has none, one has an expert that no row picked.
-    assert torch.equal(answers(rows, picks, table, [0, 1], [], [2], [3, 4, 5, 6]), whole)
+    # Experts in any order and in groups; one has none, one has an expert that no row picked.
+    assert torch.equal(answers(rows, picks, table, [6, 3], [], [2], [5, 1, 4, 0]), whole)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_experts_may_lie_anywhere(implementation: str):
     device = device_of(implementation)
     rows, picks, table = given(device, 9)
-    whole = added(implementation, rows, picks, table, [1, 2, 6])
+    whole = answer(implementation, rows, picks, table, [1, 2, 6])
     torch.testing.assert_close(whole.double(), expected(rows, picks, table, [1, 2, 6]), rtol=1e-5, atol=1e-5)
     apart: list[list[Any]] = [[None] * EXPERTS, [None] * EXPERTS]
     for expert in (1, 2, 6):
@@ -144,16 +147,16 @@ def test_experts_may_lie_anywhere(implementation: str):
             assert isinstance(matrix, Tensor)
             place[expert] = matrix.cpu().pin_memory() if device == "cuda" and expert == 2 else matrix.clone()
     scattered = ExpertTable(*apart)
-    assert torch.equal(added(implementation, rows, picks, scattered, [1, 2, 6]), whole)
+    assert torch.equal(answer(implementation, rows, picks, scattered, [1, 2, 6]), whole)
     with pytest.raises(ValueError, match="expert 3 has no matrices in this call"):
-        added(implementation, rows, picks, scattered, [2, 3])
+        answer(implementation, rows, picks, scattered, [2, 3])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_is_added_where_there_is_nothing(implementation: str):
+def test_nothing_is_written_where_there_is_nothing(implementation: str):
     rows, picks, table = given(device_of(implementation), 5)
-    assert (added(implementation, rows, picks, table, [], [5]) == 1).all()
-    assert not added(implementation, rows[:0], Picks(picks.experts[:0], picks.weights[:0]), table, [2]).numel()
+    assert (answer(implementation, rows, picks, table, [], [5]) == 0).all()
+    assert not answer(implementation, rows[:0], Picks(picks.experts[:0], picks.weights[:0]), table, [2]).numel()
 
 
 def test_addresses_are_those_of_the_matrices():
@@ -172,18 +175,20 @@ def test_addresses_are_those_of_the_matrices():
 
 
 def test_the_kernel_allocates_what_is_booked(monkeypatch: pytest.MonkeyPatch):
-    kernel, launched = op("triton"), list[Any]()
-    monkeypatch.setattr("tiered.kernels.add_experts.launch", lambda *given, **named: launched.append(given[0]))
+    kernels, launched = module("triton"), list[Any]()
+    monkeypatch.setattr("tiered.kernels.expert_outputs.launch", lambda *given, **named: launched.append(given[0]))
     rows, picks, table = given("cpu", 300, torch.bfloat16)
-    total, only = torch.zeros(rows.shape), picks.experts.unique().tolist()
+    only = picks.experts.unique().tolist()
     table.addresses(only, rows.device)  # of which some is the host's
     with Allocations() as allocated:
-        kernel(total, rows, picks, table, only)
+        outputs = rows.new_empty(300, PICKED, WIDTH)
+        kernels.expert_outputs(outputs, rows, picks, table, only)
+        kernels.sum_outputs(outputs, picks.weights)
     assert len(launched) == 4
     experts = Experts(count=EXPERTS, picked=PICKED, width=INNER, shared_width=0, biased=False, dense=())
     shape = replace(tiered.plan("embedded", context=64).shape, width=WIDTH, experts=experts)
     gpu = Gpu(workspace_bytes=0, multiprocessors=1)
     sizes = CallShape(shape=shape, batch=1, context=300, block_length=300, dtype="bfloat16", gpu=gpu)
-    own = "places of pairs, and tiles", "gates", "answers"
-    booked = sum(buffer.nbytes for buffer in part_buffers(sizes) if buffer.name in own)
+    own = "order of pairs, and tiles", "gates", "outputs of experts"
+    booked = sum({buffer.name: buffer.nbytes for buffer in part_buffers(sizes) if buffer.name in own}.values())
     assert 0.99 * booked <= allocated.peak <= booked

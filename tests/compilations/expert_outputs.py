@@ -1,8 +1,8 @@
-"""Specialisations of `kernels/add_experts.py`."""
+"""Specialisations of `kernels/expert_outputs.py`."""
 
 from specialisation import Compilation
 
-from tiered.kernels.add_experts import _CHUNK, _align, _expert_product, _sum
+from tiered.kernels.expert_outputs import _CHUNK, _align, _expert_product, _sum
 from tiered.kernels.expert_table import TILE_ROWS
 from tiered.kernels.row_code import RowLayout, WeightCode
 from tiered.kernels.weight_product import tile_of, warps_of
@@ -39,21 +39,16 @@ COMPILATIONS = (
     ),
     Compilation(
         kernel=_align,
-        types={"experts addresses": "*i64", "order places tiles": "*i32", "pairs": "i32"},
+        types={"experts addresses": "*i64", "order tiles": "*i32", "pairs": "i32"},
         constexprs={"CHUNK": _CHUNK},
         multiples="experts addresses",
     ),
     *(
         Compilation(
             kernel=_sum,
-            types={
-                "total weights": "*fp32",
-                "answers": f"*{dtype}",
-                "places": "*i32",
-                "picked width": "i32",
-            },
+            types={"total outputs": f"*{dtype}", "weights": "*fp32", "picked width": "i32"},
             constexprs={"CHUNK": _CHUNK},
-            multiples="total answers weights width",
+            multiples="total outputs weights width",
             fp_fusion=False,
         )
         for dtype in ("bf16", "fp16", "fp32")

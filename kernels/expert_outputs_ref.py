@@ -1,7 +1,8 @@
-"""Weighted sum of expert outputs (mixture of experts, arXiv 1701.06538): the oracle, in plain torch, used on the CPU.
+"""Outputs of experts and their weighted sum (mixture of experts, arXiv 1701.06538): the oracle, in plain torch, used on
+the CPU.
 
-Experts run one after the other, ascending, over the rows that picked them, so the sum of a row has one order. On a CPU
-a row's result is bit for bit independent of the other rows, because every product has a row count within `FEW_ROWS`.
+Experts may run in any order, because a row's outputs are summed only when all are there, ascending by expert. On a CPU
+a row's result is bit for bit independent of the other rows: every product has a row count within `FEW_ROWS`.
 """
 
 from collections.abc import Sequence
@@ -23,24 +24,25 @@ class Picks(NamedTuple):
     weights: Float32[Tensor, "rows picked"]
 
 
-def add_experts(
-    total: Float32[Tensor, "rows width"],
+def expert_outputs(
+    outputs: Float[Tensor, "rows picked width"],
     rows: Float[Tensor, "rows width"],
     picks: Picks,
     table: ExpertTable,
     only: Sequence[int],
     activation: Activation = "silu",
 ) -> None:
-    """Add to `total`, for each row, the weighted outputs of its experts that are in `only`, in ascending order.
+    """Write the outputs of the experts in `only`, for each row that picked them, to the row's places in `outputs`.
 
-    An output is down · (activation(gate) · up), rounded to the dtype of the rows at each step. Its weight is applied in
-    float32. Calls with ascending groups of experts give the same bits as one call with all of them.
+    An output is down · (activation(gate) · up), rounded to the dtype of the rows at each step. Its bits do not depend
+    on other experts of `only`, so experts may come in several calls, in any order.
 
     Args:
-        only: experts of the table, ascending.
+        outputs: contiguous; by row and by place of the expert in `picks`.
+        only: distinct experts of the table.
     """
-    picked, weights, wanted = picks.experts.shape[1], picks.weights.flatten(), {*only}
-    experts = picks.experts.flatten()
+    picked, wanted = picks.experts.shape[1], {*only}
+    experts, into = picks.experts.flatten(), outputs.flatten(0, 1)
     order = experts.argsort(stable=True)  # indices of picks, sorted by expert
     which, counts = (found.tolist() for found in experts[order].unique_consecutive(return_counts=True))
     for expert, of_expert in zip(which, order.split(counts), strict=True):
@@ -48,14 +50,23 @@ def add_experts(
             continue
         gate_up, down = table.matrices(expert)
         for places in few_at_a_time(of_expert):
-            some = places // picked
             # No name keeps an output alive while the next expert's is computed.
-            total.index_add_(
-                0, some, _answer(rows[some], gate_up, down, activation).float().mul_(weights[places, None])
-            )
+            into[places] = _output(rows[places // picked], gate_up, down, activation)
 
 
-def _answer(
+def sum_outputs(
+    outputs: Float[Tensor, "rows picked width"], weights: Float32[Tensor, "rows picked"]
+) -> Float[Tensor, "rows width"]:
+    """The weighted sum of each row's `outputs`, in their order and in float32, rounded to their dtype once."""
+    rows, picked, width = outputs.shape
+    total = torch.zeros(rows, width, dtype=torch.float32, device=outputs.device)
+    for pick in range(picked):
+        # Not in one operation with the sum, whose product would not be rounded on every machine.
+        total += outputs[:, pick].to(torch.float32, copy=True).mul_(weights[:, pick, None])
+    return total.to(outputs.dtype)
+
+
+def _output(
     rows: Float[Tensor, "rows width"], gate_up: Matrix, down: Matrix, activation: Activation
 ) -> Float[Tensor, "rows width"]:
     gate, up = project_few(rows, gate_up).chunk(2, dim=-1)
