@@ -4,7 +4,7 @@ Random routers say little of trained ones: the figures are of the schedule, not 
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     over_block = [each for each in recorder.seen if each.rows == BLOCK]
     passes: dict[int, list[frozenset[int]]] = {}
     recalls: dict[str, list[float]] = {"last": [], "router": [], "both": []}
-    likely: Sequence[int] = ()
+    likely: Collection[int] = ()
     for each in over_block:
         own, picked = passes.setdefault(each.layer, []), frozenset(each.picked)
         if own and each.layer != over_block[0].layer:  # no layer in front of the first has its router
@@ -176,12 +176,12 @@ def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         call = replace(CallBytes.of(policy, sizes, MemoryBudget(), weights=whole), weights=weights)
         cap = MemoryBudget(device=call.total(Tier.DEVICE))
 
-        def told(kind: type[SimulatedThreads], likely: Callable[..., list[int]]) -> GenerationOutput:
+        def told(kind: type[SimulatedThreads], likely: Callable[..., dict[int, int]]) -> GenerationOutput:
             with patch.object(MixtureModel, "likely", likely):
                 return answered(opened(folder, policy, cap, device="cpu", transport=partial(kind, link=link)), settings)
 
         guessed = told(SimulatedThreads, MixtureModel.likely)
-        plain, one_by_one = (told(kind, lambda *_: []) for kind in (SimulatedThreads, WaitingTransport))
+        plain, one_by_one = (told(kind, lambda *_: {}) for kind in (SimulatedThreads, WaitingTransport))
     for other in (guessed, plain, one_by_one):
         assert torch.equal(other.sequences, resident.sequences), "streamed experts answer as resident ones do"
     assert guessed.weights is not None and plain.weights is not None, "there is no room for all experts"
@@ -214,12 +214,12 @@ def copy_over_forward(card: str) -> float:
 
 
 class Seen(NamedTuple):
-    """A pass over a layer: its rows, the experts that they picked, and those that are likely in the next layer."""
+    """A pass over a layer: its rows, the experts that they picked, and those that they may pick in the next layer."""
 
     layer: int
     rows: int
     picked: Sequence[int]
-    likely: Sequence[int]
+    likely: Collection[int]
 
 
 class Recorder:
@@ -229,11 +229,11 @@ class Recorder:
         self._model, self._rows, self.seen = model, 0, list[Seen]()
         model.streamed, model.likely = self, self.likely
 
-    def likely(self, layer: int, hidden: Tensor) -> list[int]:
+    def likely(self, layer: int, hidden: Tensor) -> dict[int, int]:
         self._rows = hidden.shape[:-1].numel()
         return MixtureModel.likely(self._model, layer, hidden)
 
-    def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
+    def groups(self, layer: int, picked: Sequence[int], likely: Mapping[int, int]) -> Iterable[Group]:
         self.seen.append(Seen(layer, self._rows, picked, likely))
         block, experts = self._model.blocks[layer], self._model.shape.experts
         assert experts is not None, "it is a mixture"
@@ -252,8 +252,11 @@ def answered(runtime: Runtime, settings: Mapping[str, Any]) -> GenerationOutput:
 
 @contextmanager
 def random_mixture(settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of a random LLaDA2 in float32, gone behind the `with`. All layers but the first have a mixture."""
-    width = settings["width"]
+    """The folder of a random LLaDA2 in float32, gone behind the `with`. All layers but the first have a mixture.
+
+    Rows of the embedding have a norm of √width. What a branch adds to a row is about settings["branch"] times as large.
+    """
+    width, branch = settings["width"], settings["branch"]
     config = {
         "model_type": "llada2_moe", "hidden_size": width, "num_hidden_layers": settings["layers"],
         "num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256), "head_dim": 64,
@@ -265,10 +268,15 @@ def random_mixture(settings: Mapping[str, Any]) -> Iterator[Path]:
         "torch_dtype": "float32",
     }  # fmt: skip
     draws = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(size, generator=draws) * size[-1] ** -0.5 if len(size) > 1 else torch.ones(size)
-        for name, size in family_of(config).shape(config).weight_shapes.items()
-    }
+    scales = {".word_embeddings.weight": width**0.5, ".dense.weight": branch, ".down_proj.weight": branch}
+
+    def drawn(name: str, size: Sequence[int]) -> Tensor:
+        if len(size) == 1:
+            return torch.ones(size)
+        scale = next((scale for end, scale in scales.items() if name.endswith(end)), 1.0)
+        return torch.randn(*size, generator=draws) * size[-1] ** -0.5 * scale
+
+    weights = {name: drawn(name, size) for name, size in family_of(config).shape(config).weight_shapes.items()}
     with TemporaryDirectory() as folder:
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
         (Path(folder) / "config.json").write_text(json.dumps(config))

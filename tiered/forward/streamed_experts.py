@@ -2,12 +2,13 @@
 another expert needs the slot.
 
 A layer's experts are used in groups: first those that are in slots, then the others as they arrive. While one group is
-used, the other groups are fetched, and then the experts that the next layer will probably pick. A wrong guess costs a
-copy and changes no answer.
+used, the other groups are fetched, and then the experts that the next layer will probably pick: those that its router
+picks for this layer's input. A wrong guess costs a copy and changes no answer, so only guesses of a kind that was
+mostly right are fetched.
 """
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
 from tiered.core.events import Picked
@@ -20,6 +21,9 @@ from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
 GROUP = 8  # experts that arrive: few, so that copies overlap computation; several, so that they share one wait
+SURE = 0.8  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
+MEMORY = 256
+MOST_ROWS = 4  # an expert that this many rows would pick is hardly less sure than one that more rows would
 
 
 class StreamedExperts:
@@ -29,7 +33,7 @@ class StreamedExperts:
         assert now.experts is not None, "there are experts"
         self._records, self._experts = records, now.experts
         self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows last picked
-        self._guessed: frozenset[int] = frozenset()
+        self._guesses = _Guesses()
         self._homes: WeightHomes | None = None
         self._most = 1
         self.recurs = partial(_recurs, self._last)
@@ -45,27 +49,27 @@ class StreamedExperts:
         self._homes = self._records.model.streamed = None
 
     def groups(
-        self, layer: int, picked: Sequence[int], likely: Sequence[int]
+        self, layer: int, picked: Sequence[int], likely: Mapping[int, int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
         """The `picked` experts of a layer, in groups. A group stays in slots until the next one is taken. `likely`:
-        experts that rows will probably pick in the next layer.
+        experts that rows may pick in the next layer, and by how many rows.
 
         Raises:
             TransferError: a copy failed.
         """
         assert self._homes is not None, "experts are used in slots"
-        residency, following = self._homes.residency, layer + 1
+        residency = self._homes.residency
         ready = [expert for expert in picked if residency.ready((layer, expert))]
         coming = [expert for expert in picked if expert not in {*ready}]
-        # Copies of guesses are under way; those of others follow them.
         missing = {expert for expert in coming if residency.missing(Wanted((layer, expert))).any()}
-        coming.sort(key=missing.__contains__)
-        foreseen = len(self._guessed.intersection(picked))
+        coming.sort(key=missing.__contains__)  # copies of guesses are under way already
+        foreseen = self._guesses.judge(picked)
         self._homes.tiers.record(Picked(used=len(picked), resident=len(picked) - len(missing), foreseen=foreseen))
-        self._last[layer], self._guessed = frozenset(picked), frozenset(likely)
+        self._last[layer] = frozenset(picked)
+        after = {expert: Wanted((layer + 1, expert)) for expert in likely}
+        sure = self._guesses.make(likely, {expert for expert, each in after.items() if residency.missing(each).any()})
         groups = [*_split(ready, self._most), *_split(coming, min(GROUP, self._most))]
-        ahead = [Wanted((layer, expert)) for group in groups for expert in group]
-        ahead += [Wanted((following, expert)) for expert in likely]
+        ahead = [Wanted((layer, expert)) for group in groups for expert in group] + [after[each] for each in sure]
         for group in groups:
             wanted, ahead = ahead[: len(group)], ahead[len(group) :]
             with span(Op.WEIGHTS):
@@ -75,6 +79,39 @@ class StreamedExperts:
             for expert, slot in zip(group, slots, strict=True):
                 gate_up[expert], down[expert] = self._records.views(slot)
             yield group, ExpertTable(gate_up, down)
+
+
+class _Guesses:
+    """The experts that a layer ahead will probably pick. Guesses are told apart by the rows that would pick the expert.
+    Only those of experts without a slot are judged, which are harder: most picks recur."""
+
+    def __init__(self) -> None:
+        self._likely: Mapping[int, int] = {}
+        self._missing: Collection[int] = ()
+        self._right = [0.0] * (MOST_ROWS + 1)  # by rows
+        self._made = self._right.copy()
+
+    def make(self, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
+        """The experts to have in slots, the surest first: of the `likely` ones, by their rows, those that are not
+        `missing`, and those whose like was mostly picked."""
+        self._likely, self._missing = likely, missing
+        here = [expert for expert in likely if expert not in missing]
+        sure = [expert for expert in missing if self._share(likely[expert]) >= SURE]
+        return here + sorted(sure, key=likely.__getitem__, reverse=True)
+
+    def judge(self, picked: Sequence[int]) -> int:
+        """Compare the last guesses with the experts that were `picked`; returns how many of these were guessed."""
+        for expert in self._missing:
+            rows = min(self._likely[expert], MOST_ROWS)
+            self._made[rows] += 1
+            self._right[rows] += expert in picked
+            if self._made[rows] >= 2 * MEMORY:
+                self._made[rows], self._right[rows] = self._made[rows] / 2, self._right[rows] / 2
+        return sum(expert in self._likely for expert in picked)
+
+    def _share(self, rows: int) -> float:
+        rows = min(rows, MOST_ROWS)
+        return self._right[rows] / self._made[rows] if self._made[rows] else 1.0
 
 
 def _split(experts: list[int], most: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ A row goes to the experts that its router picks, and to the shared one, if any. 
 once, for statistics and for fetching experts. Not measured on a GPU.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -22,8 +22,6 @@ from tiered.models.layout import ModelConfig
 from tiered.models.router import Router, picked_experts
 from tiered.models.shape import Experts
 
-# An expert is likely if more than one in this many rows picks it; less popular ones would too often be fetched in vain.
-LIKELY = 12
 # Experts and their matrices, which stay in place until the next group is taken.
 Group = tuple[Sequence[int], ExpertTable]
 
@@ -32,9 +30,9 @@ Group = tuple[Sequence[int], ExpertTable]
 class ExpertSource(Protocol):
     """Experts that are not all on the device."""
 
-    def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
-        """The `picked` experts of a layer, in groups. `likely`: experts that rows will probably pick in the next
-        layer."""
+    def groups(self, layer: int, picked: Sequence[int], likely: Mapping[int, int]) -> Iterable[Group]:
+        """The `picked` experts of a layer, in groups. `likely`: experts that rows may pick in the next layer, and by
+        how many rows."""
         ...
 
 
@@ -103,14 +101,14 @@ class MixtureModel(DiffusionModel):
             return [(picked, ExpertTable.of_stacks(*stacks, self._experts.count))]
         return self.streamed.groups(layer, picked, self.likely(layer + 1, hidden))
 
-    def likely(self, layer: int, hidden: Hidden) -> list[int]:
-        """Experts that the router of `layer` picks for several rows of `hidden`, the input of the previous layer; empty
-        for a layer without a router."""
+    def likely(self, layer: int, hidden: Hidden) -> dict[int, int]:
+        """Experts that the router of `layer` picks for rows of `hidden`, the input of the previous layer, and for how
+        many; empty for a layer without a router."""
         if layer not in self.shape.recorded:
-            return []
-        rows = self.ranked(layer, hidden).flatten(0, 1)
-        counts = self.picks(layer, rows).experts.flatten().bincount()
-        return (counts * LIKELY > len(rows)).nonzero()[:, 0].tolist()
+            return {}
+        of_rows = self.picks(layer, self.ranked(layer, hidden).flatten(0, 1)).experts.cpu()
+        experts, rows = of_rows.unique(return_counts=True)
+        return dict(zip(experts.tolist(), rows.tolist(), strict=True))
 
     def _mixed(
         self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]
