@@ -13,7 +13,7 @@ from tiered.serving.scheduler import Scheduler
 from workloads.launches import counting
 from workloads.plain_layers import model_of
 
-CALL = {"max_new_tokens": 8, "block_length": 8, "block_steps": 4, "stop_at_eos": False}
+CALL = {"max_new_tokens": 8, "block_length": 8, "block_steps": 8, "stop_at_eos": False}
 PROMPTS = (16, 24)  # tokens, in turns
 
 
@@ -21,7 +21,7 @@ def measure(family: str, policy: str, *, requests: int) -> dict[str, Any]:
     """Reads of a round in which all `requests` run, in the middle and at most; forwards of a round, and its reads by
     range and name, on average.
 
-    Requests of one block come at once, and two tokens of each are committed in a step. All that a round does counts:
+    Requests of one block come at once, and one token of each is committed in a step. All that a round does counts:
     forwards, proposals and commits, and blocks that begin and end.
     """
     runtime = Runtime(model_of(family, layers=2), policy=make_policy(policy), name="random")
