@@ -5,9 +5,8 @@
     python bench/measure.py STUDY --show --into docs/measurements/STUDY.md    # the tables, and put them into a page
     python bench/measure.py STUDY --help             # its axes, each a flag
 
-A point is a model, a policy with its options, a workload, a budget and a device. Each has a process of its own and is
-kept at once: the same command goes on after Ctrl-C or a crash. Rows, refusals and failures among them, lie in
-bench/results/STUDY/rows.parquet. The exit status is 1 if a point failed, 2 for a wrong command, 130 after Ctrl-C.
+A point is a model, a policy, a workload, a budget and a device, in a process of its own. Rows, refusals and failures
+among them, lie in bench/results/STUDY/rows.parquet. Exit status: 1 if a point failed, 2 a wrong command, 130 Ctrl-C.
 """
 
 import argparse

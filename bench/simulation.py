@@ -5,9 +5,12 @@ order of events happen.
 """
 
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -59,7 +62,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The speed of every lane. Lanes do not share it."""
+    """The speed of every lane of one transport. Lanes do not share it."""
 
     fetch: LinkSpeed = LinkSpeed()
     store: LinkSpeed = LinkSpeed()
@@ -69,6 +72,50 @@ class Link:
     def least_end(self, lane: Lane, began: float, nbytes: int, pieces: int = 1) -> float:
         """When a job that began at `began` may end, by `time.monotonic`."""
         return began + getattr(self, lane.value).seconds(nbytes, pieces)
+
+    def carrying(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
+        """Around the copy of a piece. Here nothing: a job's time is kept at its end."""
+        return nullcontext()
+
+
+class _Engine:
+    """Carries one piece at a time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.queue = deque[object]()  # the first one is carried
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        own = object()
+        with self._changed:
+            self.queue.append(own)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self.queue[0] is own)
+            yield
+        finally:
+            with self._changed:
+                self.queue.remove(own)
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedLink(Link):
+    """A link of several transports, like that of one device: pieces of a lane take turns, whichever transport copies
+    them. Work of the host on files takes no turn."""
+
+    engines: Mapping[Lane, _Engine] = field(
+        default_factory=lambda: {lane: _Engine() for lane in Lane}, init=False, repr=False, compare=False
+    )
+
+    @contextmanager
+    def carrying(self, lane: Lane, nbytes: int) -> Iterator[None]:
+        """Around the copy of a piece: its turn, which lasts as long as the link takes."""
+        with self.engines[lane].turn():
+            began = time.monotonic()
+            yield
+            _sleep_until(self.least_end(lane, began, nbytes))
 
 
 class _Simulated(LaneTransport):
@@ -102,15 +149,17 @@ class _Simulated(LaneTransport):
         job = super()._job(*given, **more)
         return replace(job, host_part=lambda each: _Held(job.host_part(each), self, job.event.lane))
 
-    def _move(self, lane: Lane, pieces: Sequence[Copy]) -> int:
+    def _move(self, lane: Lane, copies: Sequence[Copy]) -> int:
         began = time.monotonic()
-        nbytes = super()._move(lane, pieces)
-        _sleep_until(self._link.least_end(lane, began, nbytes, len(pieces)))
+        nbytes = super()._move(lane, copies)
+        pieces = sum(1 for copy in copies for _ in copy.pieces(self.piece_bytes))
+        _sleep_until(self._link.least_end(lane, began, nbytes, pieces))
         return nbytes
 
     def _copy_piece(self, lane: Lane, piece: Copy) -> None:
         self.hold_up(Point.COPY, lane)
-        super()._copy_piece(lane, piece)
+        with self._link.carrying(lane, piece.source.numel()):
+            super()._copy_piece(lane, piece)
 
 
 class SimulatedThreads(_Simulated, ThreadTransport):

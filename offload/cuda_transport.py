@@ -4,6 +4,9 @@ Copy engines move all bytes over the bus. A kernel that gathers small records fr
 multiprocessors from the model. In published comparisons (vLLM's, on offloading keys and values) both are equally fast
 in one direction. Engines are ahead in both directions at once and beside a model that computes. Adjacent records move
 as one copy. This choice rests on those publications; this project has not measured it on a GPU.
+
+An engine finishes a copy before it serves another stream. So a large copy goes to its stream in pieces (`PIECE_BYTES`),
+between which copies of other transports get their turn.
 """
 
 import os
@@ -42,9 +45,9 @@ class CudaTransport(LaneTransport):
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
         if lane not in self._streams:
             return super().copy(lane, copies, after)
-        pieces, after = tuple(copies), tuple(after)
-        event = CudaEvent(HostEvent(lane, total_bytes(pieces)), self._clock)
-        job = self._job(event.issued, partial(self._issue_copies, event, lane, pieces, after), after, host_part)
+        copies, after = tuple(copies), tuple(after)
+        event = CudaEvent(HostEvent(lane, total_bytes(copies)), self._clock)
+        job = self._job(event.issued, partial(self._issue_copies, event, lane, copies, after), after, host_part)
         self._lanes[lane].submit(job, here_if_ready=True)
         return event
 
@@ -68,19 +71,15 @@ class CudaTransport(LaneTransport):
         except RuntimeError as error:
             raise TransferError(f"closing: the device failed: {error}") from error
 
-    def _issue_copies(self, event: CudaEvent, lane: Lane, pieces: Sequence[Copy], after: Iterable[Event]) -> int:
-        check_copies(pieces)
+    def _issue_copies(self, event: CudaEvent, lane: Lane, copies: Sequence[Copy], after: Iterable[Event]) -> int:
+        check_copies(copies)
         under_way = self._under_way[lane]
         while under_way and under_way[0][0].done():
             under_way.popleft()
         with torch.inference_mode():  # modes are by thread, and either side may be an inference tensor
-            self._issue(event, self._streams[lane], partial(self._copy, lane, pieces), after)
-        under_way.append((event, pieces))
+            self._issue(event, self._streams[lane], partial(self._copy_pieces, lane, copies), after)
+        under_way.append((event, copies))
         return event.nbytes
-
-    def _copy(self, lane: Lane, pieces: Sequence[Copy]) -> None:
-        for piece in pieces:
-            self._copy_piece(lane, piece)
 
     def _copy_piece(self, lane: Lane, piece: Copy) -> None:
         if lane in self._streams:

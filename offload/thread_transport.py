@@ -12,7 +12,7 @@ import torch
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
 from tiered.offload.lane_thread import Job, LaneThread, whole
-from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
+from tiered.offload.transport import PIECE_BYTES, Copy, Lane, TransferEvent, check_copies
 
 R = TypeVar("R")
 
@@ -20,8 +20,12 @@ R = TypeVar("R")
 class LaneTransport:
     """`copy`, `run` and `close` on threads, each of which starts with its lane's first job.
 
-    `device`: the device of the lanes FETCH and STORE.
+    Attributes:
+        device: the device of the lanes FETCH and STORE.
+        piece_bytes: least bytes of the pieces in which a copy moves.
     """
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,8 +34,8 @@ class LaneTransport:
         weakref.finalize(self, _stop, tuple(self._lanes.values()))  # threads end even without `close`
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        pieces = tuple(copies)
-        return self._submit(HostEvent(lane, total_bytes(pieces)), partial(self._move, lane, pieces), after)
+        copies = tuple(copies)
+        return self._submit(HostEvent(lane, total_bytes(copies)), partial(self._move, lane, copies), after)
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
         if lane not in (Lane.LOAD, Lane.SAVE):
@@ -57,11 +61,15 @@ class LaneTransport:
     ) -> Job:
         return Job(event, work, tuple(after), host_part)
 
-    def _move(self, lane: Lane, pieces: Sequence[Copy]) -> int:
-        check_copies(pieces)
-        for piece in pieces:
-            self._copy_piece(lane, piece)
-        return total_bytes(pieces)
+    def _move(self, lane: Lane, copies: Sequence[Copy]) -> int:
+        check_copies(copies)
+        self._copy_pieces(lane, copies)
+        return total_bytes(copies)
+
+    def _copy_pieces(self, lane: Lane, copies: Sequence[Copy]) -> None:
+        for copy in copies:
+            for piece in copy.pieces(self.piece_bytes):
+                self._copy_piece(lane, piece)
 
     def _copy_piece(self, lane: Lane, piece: Copy) -> None:
         # numpy copies in this thread only and releases the interpreter's lock. torch would start a team of OpenMP
@@ -94,8 +102,8 @@ def _in_modes_of_caller(work: Callable[[], R]) -> Callable[[], R]:
     return run
 
 
-def total_bytes(pieces: Sequence[Copy]) -> int:
-    return sum(piece.source.numel() for piece in pieces)
+def total_bytes(copies: Sequence[Copy]) -> int:
+    return sum(copy.source.numel() for copy in copies)
 
 
 def moves_nothing() -> int:

@@ -5,7 +5,7 @@ them failed, the job fails too and never writes to its destination; other jobs o
 of any lane, of `wait`, and any other `Event`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -18,13 +18,28 @@ from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.lane import Lane
 
+# Least bytes of a piece of a copy. A copy engine finishes a piece before it serves another stream. Without pieces, a
+# small copy would wait for a whole layer of weights, which may have 436 MB. Less would start copies more often.
+PIECE_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One contiguous piece. The caller owns both sides, keeps them alive and, by their fences, unchanged."""
+    """Contiguous bytes. The caller owns both sides, keeps them alive and, by their fences, unchanged."""
 
     source: UInt8[Tensor, " n"]
     destination: UInt8[Tensor, " n"]
+
+    def pieces(self, piece_bytes: int) -> Iterator["Copy"]:
+        """The same bytes, in order, in pieces of `piece_bytes`; the last one has what is left, less than twice as
+        many."""
+        nbytes = self.source.numel()
+        if nbytes < 2 * piece_bytes:
+            yield self
+            return
+        begins = range(0, nbytes - piece_bytes + 1, piece_bytes)
+        for begin, end in zip(begins, (*begins[1:], nbytes), strict=True):
+            yield Copy(self.source[begin:end], self.destination[begin:end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +100,8 @@ class Transport(Protocol):
     device: torch.device
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job before any byte has
-        moved."""
+        """Copy all of `copies`, in order. Never blocks. Copies that `check_copies` refuses fail the job before any byte
+        has moved."""
         ...
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
@@ -108,7 +123,7 @@ class Transport(Protocol):
 
 
 def check_copies(copies: Iterable[Copy]) -> None:
-    """Raise ValueError if a piece is not contiguous bytes on both sides, or its sides differ in length."""
+    """Raise ValueError if a copy is not contiguous bytes on both sides, or its sides differ in length."""
     for copy in copies:
         for name, side in (("source", copy.source), ("destination", copy.destination)):
             if side.dtype != torch.uint8 or side.dim() != 1 or not side.is_contiguous():

@@ -9,12 +9,13 @@ from measuring.pages import between_marks
 from measuring.store import read_rows
 from measuring.study import parse_values, points_of, study_named
 from measuring.worker import RefusedError
+from workloads.attention_loads import by_width
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 STUDIES = (
     *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "areas"),
-    *("contexts", "weights", "blocks", "load", "selection", "frontier", "experts"),
+    *("contexts", "weights", "blocks", "load", "selection", "frontier", "experts", "host"),
 )
 PAGES = {
     ("sweep", "sweep"): "docs/measurements/sweep.md",
@@ -48,6 +49,10 @@ PAGES = {
         for mark in ("selection", "selection_kl", "selection_renewed")
     },
     ("frontier", "frontier"): "docs/measurements/frontier.md",
+    **{
+        ("host", f"host_{part}"): "docs/measurements/host.md"
+        for part in ("launches", "seconds", "waits", "loads", "copies")
+    },
     **{("tiers", mark): "docs/measurements/codecs.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 
@@ -213,6 +218,37 @@ def test_contexts_say_what_was_planned_and_what_is_held():
     ):
         with pytest.raises(ValueError, match=why):
             points("contexts", **axes)
+
+
+@pytest.mark.slow
+def test_the_host_is_counted_and_timed():
+    study, rows = study_named("host"), quick_rows("host")
+    tables, last = study.tables(rows), study.last_line(rows)
+    assert list(tables) == [f"host_{part}" for part in study.PARTS]
+    assert all(table.count("\n") >= 2 for table in tables.values())
+    assert {(row["family"], row["launches"]) for row in rows if row["part"] == "seconds"} == {("llada", 11)}
+    assert last["plain_launches_per_layer"] == 11 and last["refresh_launches_per_layer"] is None
+    assert last["host_us_per_layer"] > 0 and last["host_over_bare_launches"] > 1
+    assert 1 <= last["waits_per_served_round"] <= 3
+    # Of raw keys and values no byte is read by itself, and a layer has 51 pieces.
+    assert [row["byte_loads"] for row in rows if row.get("code") == "raw"] == [0]
+    assert 0 < last["byte_loads_in_attention"] <= 18
+    assert 0 < last["small_copy_wait_over_whole"] < 0.5
+    assert set(study.last_line([]).values()) == {None}
+    for axes in ({"family": ["llama"]}, {"policy": ["polstar"]}, {"part": ["second"]}):
+        with pytest.raises(ValueError, match="did you mean"):
+            points("host", **axes)
+
+
+def test_loads_of_a_kernel_are_counted_by_their_bytes():
+    ptx = """
+        @%p4 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd26 + 0 ];
+        @%p4 ld.global.L1::evict_last.b8 { %rs17 }, [ %rd44 + 0 ];
+        ld.global.u8 { %rs18 }, [ %rd45 + 0 ];
+        ld.shared.b8 %rs19, [ %r5 ];
+        cp.async.ca.shared.global [ %r6 + 0 ], [ %rd47 + 0 ], 0x4, %r7;
+    """
+    assert by_width(ptx) == {"load": {"1": 2, "16": 1}, "copy": {"4": 1}}
 
 
 def test_a_scaling_is_written_as_kind_factor_and_trained_positions():

@@ -5,10 +5,13 @@ How much slower a link is depends on the machine, so that is not asserted.
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from simulation import Link, LinkSpeed, Point, SimulatedThreads
+from simulation import Link, LinkSpeed, Point, SharedLink, SimulatedThreads
 
 from tiered.offload.errors import TransferError
 from tiered.offload.transport import Copy, Lane, TransferEvent
@@ -69,6 +72,62 @@ def test_one_job_after_another():
     first, last = events[0].times, events[-1].times
     assert first.started is not None and last.ended is not None
     assert last.ended - first.started >= 0.04e9
+    transport.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(SharedLink):
+    """`carried`: the bytes of every piece, in the order of their turns."""
+
+    carried: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def carrying(self, lane: Lane, nbytes: int) -> Iterator[None]:
+        with super().carrying(lane, nbytes):
+            self.carried.append(nbytes)
+            yield
+
+    def queued(self, count: int) -> None:
+        """Wait until as many pieces are at the engine."""
+        deadline = time.monotonic() + 20
+        while len(self.engines[Lane.FETCH].queue) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("piece", "carried"), [(10, [10, 1, 10, 10, 15]), (100, [45, 1])])
+def test_a_small_copy_waits_for_one_piece_of_a_large_one(piece: int, carried: list[int]):
+    """Of another transport, on the link that both share."""
+    link, moved, events = Watched(), [pieces(1, 45), pieces(1, 1)], list[TransferEvent]()
+    transports = [SimulatedThreads(link=link) for _ in moved]
+    with link.engines[Lane.FETCH].turn():  # both are there before the first of them is carried
+        for number, transport in enumerate(transports):
+            transport.piece_bytes = piece
+            events.append(transport.copy(Lane.FETCH, moved[number]))
+            link.queued(number + 2)
+    for transport in transports:
+        transport.close()
+    assert link.carried == carried and not any(event.failed for event in events)
+    assert all(copy.destination.eq(1).all() for (copy,) in moved)
+
+
+def test_a_shared_link_is_as_fast_as_one_transport_and_no_faster():
+    link = SharedLink(fetch=LinkSpeed(bandwidth=1e6))
+    transports = [SimulatedThreads(link=link) for _ in range(2)]
+    events = [transport.copy(Lane.FETCH, pieces(2, 10_000)) for transport in transports]
+    seen = [event.times for event in events if seconds(event) >= 0.02]
+    begun, ended = ([getattr(times, name) for times in seen] for name in ("started", "ended"))
+    assert len(seen) == 2 and max(ended) - min(begun) >= 0.04e9
+    for transport in transports:
+        transport.close()
+
+
+def test_a_failed_piece_gives_its_turn_back():
+    link = SharedLink()
+    transport = SimulatedThreads(link=link)
+    with pytest.raises(RuntimeError), link.carrying(Lane.FETCH, 1):
+        raise RuntimeError
+    assert seconds(transport.copy(Lane.FETCH, pieces(1, 10))) < 20
     transport.close()
 
 

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from simulation import Point, SimulatedCuda, SimulatedThreads, compute
 from torch import Tensor
 
@@ -26,7 +28,7 @@ from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.ring import Ring
-from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.thread_transport import LaneTransport, ThreadTransport
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 
 SIZE = 64
@@ -229,6 +231,32 @@ def test_pieces_are_copied_in_order(rig: Rig, transport: Transport):
     destination = rig.on_device()
     end(transport.copy(Lane.FETCH, [Copy(rig.host(value), destination) for value in range(1, 9)]))
     assert destination.tolist() == [8] * SIZE
+
+
+@given(st.integers(0, 100), st.integers(1, 30))
+def test_pieces_are_the_whole_copy_in_order(size: int, piece: int):
+    whole = Copy(torch.arange(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+    found = list(whole.pieces(piece))
+    assert torch.cat([each.source for each in found]).equal(whole.source)
+    assert len(found) == max(1, size // piece)
+    assert all(piece <= each.source.numel() < 2 * piece for each in found) or size < piece
+    for each in found:
+        each.destination.copy_(each.source)
+    assert whole.destination.equal(whole.source)
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_a_large_copy_moves_in_pieces_and_is_one_job(rig: Rig, transport: Transport, lane: Lane):
+    assert isinstance(transport, LaneTransport)
+    make_source, make_destination = rig.ends(lane)
+    source, destination = make_source(), make_destination()
+    source.copy_(torch.arange(SIZE, dtype=torch.uint8))
+    if rig.device == "cuda":
+        torch.cuda.synchronize()
+    transport.piece_bytes = 10
+    event = transport.copy(lane, [Copy(source, destination)])
+    end(event)
+    assert destination.tolist() == list(range(SIZE)) and event.nbytes == SIZE
 
 
 def test_no_pieces(transport: Transport):
@@ -732,6 +760,18 @@ def test_a_copy_that_fails_half_way_ends_when_its_stream_is_quiet(
     assert event.failed and event.done()
     failure(event, "an illegal address")
     assert [kind for kind, _, _ in fake_cuda] == ["record", "synchronize"]
+
+
+def test_a_large_copy_has_the_marks_of_one(
+    on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
+):
+    """Six pieces, the last of which takes what is left."""
+    copied = []
+    transport = on_fakes(kind=SimulatedCuda, delay=lambda point, lane: copied.append(point) or 0.0)
+    transport.piece_bytes = 10
+    event = transport.copy(Lane.FETCH, [cpu_copy()])
+    assert event.done() and not event.failed and event.nbytes == SIZE
+    assert copied.count(Point.COPY) == 6 and [kind for kind, _, _ in fake_cuda] == ["record", "record"]
 
 
 @pytest.mark.parametrize("method", ["query", "synchronize", "record"])

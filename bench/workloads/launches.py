@@ -41,7 +41,7 @@ READS |= {"__bool__", "__int__", "__float__", "__index__"}
 WHOLE = frozenset({"scaled_dot_product_attention", "rms_norm"})
 ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 # Functions that ask a tensor where it is, and ask nothing else of the answer: there it is on CUDA.
-ASKING = frozenset({"add_by_cluster", "checked_forms", "project", "project_joined"})
+ASKING = frozenset({"add_by_cluster", "checked_forms", "project", "project_joined", "shareable"})
 _HOST = "_of_the_host"  # an attribute of tensors that would not be on the device
 _IS_CPU, _DEVICE = vars(torch._C.TensorBase)["is_cpu"].__get__, vars(torch._C.TensorBase)["device"].__get__
 Place = tuple[int | None, int | None, Op, str]  # forward, layer (None: between layers), range and operation

@@ -16,9 +16,9 @@ PRODUCTS_REACH, MEMORY_REACHES = 0.8, 0.9
 ATTENTION_REACHES = 0.5
 # Reached bytes a second in one direction over 16 lanes, of nominal 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
 PCIE_4, PCIE_5 = 25e9, 50e9
-# Seconds of a layer whose kernels the host launches one by one. An estimate, not measured on a GPU: of 18 launches, 11
-# are a library's at 10 µs, and 7 are Triton's at 70 µs, mostly Python.
-LAUNCHED_LAYER = 6e-4
+# Seconds of a layer whose kernels the host launches one by one. An estimate, not measured on a GPU: of 11 launches, 6
+# are a library's at 10 µs, and 5 are Triton's at 70 µs, mostly Python.
+LAUNCHED_LAYER = 4.1e-4
 # Share of `flops_per_second` that a product of coded weights reaches. Estimates, not measured on a GPU, from counted
 # cycles of the kernel that decodes and multiplies weights.
 CODED_PRODUCTS: Mapping[WeightCode, float] = {

@@ -23,9 +23,9 @@ from tiered.policies.polestar.policy import Drifting, Polestar
 from tiered.policies.polestar.update import Update
 
 TOKENS_PER_FORWARD = (1, 2, 4, 8)
-# Launches of a layer without a program, of a layer with one (the middle of 20 to 199), and outside of all layers, most
-# of these to propose and commit tokens. tests/test_launches.py has the counts by policy and kind of forward.
-PLAIN_LAUNCHES, PROGRAM_LAUNCHES, OUTSIDE_LAUNCHES = 18, 45, 53
+# Launches of a layer of LLaDA without a program, of a layer with one (the middle of 18 to 194), and outside of all
+# layers, most of these to propose and commit tokens. tests/test_launches.py has the counts by policy and forward.
+PLAIN_LAUNCHES, PROGRAM_LAUNCHES, OUTSIDE_LAUNCHES = 11, 45, 54
 MOST_BLOCKS = 32  # of an answer in a dry run; later blocks are like them
 _MASK = 1  # a token id that is in no prompt
 

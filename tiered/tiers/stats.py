@@ -24,7 +24,7 @@ class WayStats:
     """One direction of copying.
 
     Attributes:
-        jobs, copies: number of jobs, and of their contiguous pieces.
+        jobs, copies: number of jobs, and of their contiguous copies.
         nbytes: bytes that arrived.
         busy_ns: time of the copies, without waits before them.
         failed: number of failed jobs.
