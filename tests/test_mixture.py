@@ -1,24 +1,29 @@
 """Mixtures of experts: what a router picks, that a row depends on no other, and checkpoints that do not fit."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantised_weights import LAYOUTS
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
 from tiered.forward.forward import Forward
 from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.models.mixture import MixtureModel
 from tiered.models.router import Router, picked_experts
-from tiered.models.weight_form import WeightForm
+from tiered.models.weight_form import WeightForm, weight_bytes
+from tiered.offload.lane import Lane
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
+GEMMA_CONFIG = Path(__file__).parent / "goldens" / "diffusion_gemma" / "dgemma_tiny" / "config.json"
 TOKENS = {"mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
 LLADA_MOE: dict[str, Any] = {
     **TOKENS,
@@ -77,6 +82,7 @@ SDAR_MOE: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 2048,
 }
+GEMMA: dict[str, Any] = json.loads(GEMMA_CONFIG.read_text())
 CONFIGS: dict[str, dict[str, Any]] = {"llada-moe": LLADA_MOE, "llada2": LLADA2, "sdar-moe": SDAR_MOE}
 
 
@@ -308,10 +314,66 @@ def test_experts_may_be_quantised_already(
     expected = tiered.from_pretrained(write_checkpoint(config, values)).logits(ids, **blocks)
     torch.testing.assert_close(runtime.logits(ids, **blocks), expected, atol=1e-3, rtol=1e-3)
     assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
-    del files[f"{coded[-1]}_scale"]
-    files[coded[-1]] = values[coded[-1]]
-    with pytest.raises(ValueError, match=f"holds {len(coded) - 1} of {len(coded)} matrices of layers in int8"):
-        tiered.from_pretrained(write_checkpoint({**config, "quantization_config": method}, files))
+
+
+# By who writes them: a config, what is coded of the matrices of layers, and the layout of a coded one.
+PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "ModelOpt's recipe for DiffusionGemma": (GEMMA, (".experts.",), "ModelOpt NVFP4"),
+    "llm-compressor, DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),
+    "ModelOpt, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", "layers.0.mlp.up_proj"), "ModelOpt FP8"),
+    "llm-compressor, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", ".mlp.", ".attention."), "NVFP4"),
+    "experts of SDAR-MoE": (SDAR_MOE, (".experts.",), "INT8 by channel"),
+}
+
+
+@pytest.mark.parametrize("case", PARTLY)
+def test_matrices_beside_quantised_experts_may_be_raw(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    case: str,
+):
+    config, parts, layout = PARTLY[case]
+    quantization, writer, code = LAYOUTS[layout]
+    # More bytes than a call, in whole groups of 16.
+    sizes: dict[str, Any] = {"num_experts": 24 if config is GEMMA else 64, "moe_intermediate_size": 32}
+    config = {**config, "text_config": config["text_config"] | sizes} if config is GEMMA else {**config, **sizes}
+    read, weights = family_of(config).read(config), random_weights(config)
+    files, values, raw = dict(weights), dict(weights), set[str]()
+    for name, own in read.parameter_names.items():
+        if read.shape.is_matrix(own) and any(part in name for part in parts):
+            written, _, values[name] = writer(files.pop(name))
+            files |= {name.removesuffix(".weight") + end: tensor.contiguous() for end, tensor in written.items()}
+        elif read.shape.is_matrix(own):
+            raw.add(own)
+    form = WeightForm(code, raw=frozenset(raw))
+    directory = write_checkpoint({**config, "quantization_config": quantization}, files)
+    gemma = "text_config" in config
+    blocks: dict[str, Any] = {} if gemma else {"block_length": 16}
+    ids, call = torch.arange(3, 51)[None], {"max_new_tokens": 16, "stop_at_eos": False, "seed": 3, **blocks}
+    call |= {"block_steps": 2} if gemma else {}
+    plan = tiered.plan(directory, context=96, **blocks)
+    assert plan.sizes.weights == form and str(form) == (f"{code}, {len(raw)} matrices raw" if raw else code)
+    with tiered.from_pretrained(directory) as runtime:
+        of_values = tiered.from_pretrained(write_checkpoint(config, values))
+        logits = runtime.logits(ids, **blocks)
+        torch.testing.assert_close(logits, of_values.logits(ids, **blocks), atol=2e-3, rtol=2e-3)
+        held = runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        own = runtime.generate(ids, **call)
+    assert held == weight_bytes(read.shape, "float32", form)
+    with tiered.from_pretrained(directory, memory=held) as streamed:  # which a call needs a part of
+        assert torch.equal(streamed.logits(ids, **blocks), logits)
+        out = streamed.generate(ids, **call)
+    assert torch.equal(out.sequences, own.sequences)
+    assert out.weights is not None and out.weights.ways[Lane.FETCH].nbytes > 0
+    with pytest.raises(ValueError, match=f"weights = 'int4', but the checkpoint has them in {form}"):
+        tiered.from_pretrained(directory, weights="int4")
+    expert = next(name for name, own in read.parameter_names.items() if read.shape.place_of(own))
+    for end in writer(weights[expert])[0]:
+        del files[expert.removesuffix(".weight") + end]
+    files[expert] = weights[expert]
+    count = sum(1 for own in read.parameter_names.values() if read.shape.place_of(own))
+    with pytest.raises(ValueError, match=f"holds {count - 1} of {count} matrices of experts in {code}"):
+        tiered.from_pretrained(write_checkpoint({**config, "quantization_config": quantization}, files))
 
 
 def without(weights: dict[str, Tensor]) -> None:
@@ -326,6 +388,10 @@ def one_too_many(weights: dict[str, Tensor]) -> None:
     weights["model.layers.1.mlp.experts.6.up_proj.weight"] = torch.zeros(24, 32)
 
 
+def in_codes(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.2.mlp.experts.gate_up_proj"] = torch.zeros(6, 48, 32, dtype=torch.int8)
+
+
 def longer(weights: dict[str, Tensor]) -> None:
     weights["model.layers.1.mlp.expert_bias"] = torch.zeros(7)
 
@@ -335,6 +401,7 @@ def longer(weights: dict[str, Tensor]) -> None:
     [
         (without, r"1 missing: model.layers.1.mlp.experts.5.up_proj.weight"),
         (doubled, r"6 weights are there both .* model.layers.2.mlp.experts.0.down_proj.weight"),
+        (in_codes, r"model.layers.2.mlp.experts.gate_up_proj is a stack of experts in I8; codes are read one by one"),
         (one_too_many, r"1 unexpected: model.layers.1.mlp.experts.6.up_proj.weight"),
         (longer, r"model.layers.1.mlp.expert_bias \[7\] instead of \[6\]"),
     ],

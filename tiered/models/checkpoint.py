@@ -307,6 +307,8 @@ def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) 
         if match is not None and len(stored.shape) == 3:
             kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
             if f"{match[1]}.0.{kinds[0]}.weight" in shapes:
+                if stored.dtype not in WEIGHT_DTYPES:
+                    raise ValueError(f"{name} is a stack of experts in {stored.dtype}; codes are read one by one")
                 names = (f"{match[1]}.{number}.{kind}.weight" for number in range(stored.shape[0]) for kind in kinds)
                 by_name = dict(zip(names, stored.parts(name, len(kinds)), strict=True))
         twice += [each for each in by_name if each in alone]

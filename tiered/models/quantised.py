@@ -1,5 +1,5 @@
 """Books: the readable kinds of quantised checkpoints, and the tensors of their files that make up each weight. Layouts
-are those of compressed-tensors 0.20 and of torchao 0.18 (its safetensors support).
+are those of compressed-tensors 0.20, of torchao 0.18 (its safetensors support) and of NVIDIA's ModelOpt 0.46.
 
     files                                                        code
     compressed-tensors, float of 8 bits, by tensor or channel    fp8
@@ -9,9 +9,12 @@ are those of compressed-tensors 0.20 and of torchao 0.18 (its safetensors suppor
     torchao, Int8Tensor or Intx… of int8, by tensor or row       int8
     torchao, Intx… of int4 in groups of 32, bfloat16 scales      int4
     torchao, NVFP4Tensor, block scales swizzled or not           nvfp4
+    ModelOpt, FP8 by tensor or channel                           fp8
+    ModelOpt, NVFP4                                              nvfp4
 
 Codes and scales are kept exactly, with one exception: the scale of a tensor in the NVFP4 of compressed-tensors is a
-divisor, and its reciprocal is rounded to float32. Activations are not quantised, even if the checkpoint says so.
+divisor, and its reciprocal is rounded to float32. Activations are not quantised, even if the checkpoint says so; nor is
+the cache, if ModelOpt says so.
 """
 
 import json
@@ -21,7 +24,8 @@ from typing import Any, NamedTuple
 
 from tiered.kernels.row_code import WeightCode
 
-_COMPRESSED, _TORCHAO, _INTX = "compressed-tensors", "torchao", "IntxUnpackedToInt8Tensor"
+_COMPRESSED, _TORCHAO, _MODELOPT, _INTX = "compressed-tensors", "torchao", "modelopt", "IntxUnpackedToInt8Tensor"
+_METHODS = (_COMPRESSED, _TORCHAO, _MODELOPT)
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision")
 # Of the weights in a compressed-tensors config: bits, type, strategy, group size.
 _SCHEMES = {
@@ -31,10 +35,12 @@ _SCHEMES = {
     (8, "int", "channel", None): "INT8 by channel",
     (4, "float", "tensor_group", 16): "NVFP4",
 }
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")  # `quant_algo` of ModelOpt
 # Tensors of activations that may come with a weight; they are not read.
 _OF_ACTIVATIONS = {
     _COMPRESSED: ("input_scale", "input_global_scale"),
     _TORCHAO: ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"),
+    _MODELOPT: ("input_scale",),
 }
 
 
@@ -120,6 +126,11 @@ _COMPRESSED_LAYOUTS = {
     "F8_E4M3": _Layout(WeightCode.FP8, ("", "F8_E4M3"), ("_scale", *_FLOATS)),
     "packed": _Layout(WeightCode.NVFP4, ("_packed", "U8"), ("_global_scale", "F32"), ("_scale", "F8_E4M3")),
 }
+# By the dtype of the codes.
+_MODELOPT_LAYOUTS = {
+    "F8_E4M3": _COMPRESSED_LAYOUTS["F8_E4M3"],
+    "U8": _Layout(WeightCode.NVFP4, ("", "U8"), ("_scale_2", "F32"), ("_scale", "F8_E4M3")),
+}
 _INT8 = _Layout(WeightCode.INT8, ("qdata", "I8"), _SCALE, zeros=_ZEROS, optional=_ZEROS[:1])
 # By class, target dtype and block size: "row" for a row or the whole weight.
 _TORCHAO_LAYOUTS = {
@@ -140,9 +151,11 @@ def require_readable(config: Mapping[str, object]) -> str | None:
     if wanted is None or wanted is False:
         return None
     method = wanted.get("quant_method") if isinstance(wanted, Mapping) else wanted
-    if method not in (_COMPRESSED, _TORCHAO):
-        raise ValueError(f"config.json: quantization_config = {method!r}; allowed: {_COMPRESSED!r}, {_TORCHAO!r}")
+    if method not in _METHODS:
+        raise ValueError(f"config.json: quantization_config = {method!r}; allowed: {', '.join(map(repr, _METHODS))}")
     problems = _compressed_problems(wanted) if method == _COMPRESSED else []
+    if method == _MODELOPT and (algorithm := wanted.get("quant_algo")) not in _ALGORITHMS:
+        problems = [f"quant_algo = {algorithm!r} (allowed: {', '.join(map(repr, _ALGORITHMS))})"]
     if problems:
         raise ValueError(f"config.json: quantization_config of {method} asks for {'; '.join(problems)}")
     return method
@@ -168,10 +181,11 @@ def coded_parts(
     if method is None:
         return {}
     matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
-    if method == _COMPRESSED:
-        parts = {name: _compressed_parts(name, shape, found) for name, shape in matrices.items()}
-    else:
+    if method == _TORCHAO:
         parts = {name: _torchao_parts(name, shape, metadata) for name, shape in matrices.items()}
+    else:
+        parts_of = _compressed_parts if method == _COMPRESSED else _modelopt_parts
+        parts = {name: parts_of(name, shape, found) for name, shape in matrices.items()}
     coded = {name: of for name, of in parts.items() if of}
     if not coded:
         raise ValueError(f"config.json says that {method} quantised the weights, but no weight in the files is coded")
@@ -216,9 +230,21 @@ def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str
     if not packed and f"{name}_scale" not in found:
         return None
     layout = _COMPRESSED_LAYOUTS["packed" if packed else "I8" if found.get(name) == "I8" else "F8_E4M3"]
-    module = name.removesuffix(".weight")
-    spare = tuple(f"{module}.{of}" for of in _OF_ACTIVATIONS[_COMPRESSED] if f"{module}.{of}" in found)
+    spare = _of_activations(_COMPRESSED, name, found)
     return layout.parts(shape, lambda end: name + end, divides=packed, spare=spare)
+
+
+def _modelopt_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
+    packed = found.get(name) == "U8" or f"{name}_scale_2" in found
+    if not packed and f"{name}_scale" not in found:
+        return None
+    spare = _of_activations(_MODELOPT, name, found)
+    return _MODELOPT_LAYOUTS["U8" if packed else "F8_E4M3"].parts(shape, lambda end: name + end, spare=spare)
+
+
+def _of_activations(method: str, name: str, found: Container[str]) -> tuple[str, ...]:
+    module = name.removesuffix(".weight")
+    return tuple(each for of in _OF_ACTIVATIONS[method] if (each := f"{module}.{of}") in found)
 
 
 def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str]) -> CodedParts | None:
