@@ -310,3 +310,16 @@ def test_codes_that_a_dtype_cannot_hold_are_found(written: Callable[..., dict[st
     assert isinstance(opened(tmp_path).read(QUANTISED[0], dtype=torch.bfloat16, device=CPU), CodedRows)
     with pytest.raises(NonFiniteError, match="beyond float16"):
         opened(tmp_path).read(QUANTISED[0], dtype=torch.float16, device=CPU)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_named(written: Callable[..., dict[str, Tensor]], tmp_path: Path):
+    written(FP8, by_channel)
+    checkpoint, file = opened(tmp_path), tmp_path / "model.safetensors"
+    with file.open("r+b") as cut:
+        cut.truncate(file.stat().st_size // 4)
+    with pytest.raises(ValueError, match=r"model.safetensors has changed since its header was read"):
+        for name in checkpoint.order():
+            checkpoint.read(name, dtype=torch.float32, device=CPU)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has changed since its header was read: .* No such file"):
+        checkpoint.read(QUANTISED[0], dtype=torch.float32, device=CPU)
