@@ -51,6 +51,21 @@ def nvfp4(weight: Tensor) -> Parts:
     return parts, None, values * (of_element / 760)
 
 
+def int4(weight: Tensor, dtype: torch.dtype = torch.bfloat16) -> Parts:
+    """Eight codes in an int32, each plus eight, the first one in the lowest bits. Scales come as bfloat16."""
+    groups = weight.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(2) / 7.5).to(dtype)
+    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
+    packed = ((codes.long() + 8).unflatten(1, (-1, 8)) << 4 * torch.arange(8)).sum(2)
+    parts = {".weight_packed": torch.where(packed < 1 << 31, packed, packed - (1 << 32)).int(), ".weight_scale": scale}
+    parts |= {".weight_shape": torch.tensor(weight.shape)}
+    return parts, None, codes * scale.bfloat16().float().repeat_interleave(32, 1)
+
+
+def int4_of_halves(weight: Tensor) -> Parts:
+    return int4(weight, torch.float16)
+
+
 def opt_fp8(weight: Tensor) -> Parts:
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(F8)
@@ -115,6 +130,7 @@ def compressed(bits: int, kind: str, strategy: str, group: int | None = None, **
     return COMPRESSED | {"config_groups": {"group_0": {"weights": weights, "input_activations": inputs}}}
 
 
+PACKED = compressed(4, "int", "group", 32) | {"format": "pack-quantized"}
 TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "SomeConfig", "_data": {}}}}
 MODELOPT: dict[str, Any] = {
     "quant_method": "modelopt",
@@ -129,6 +145,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts], WeightCode]]
     "FP8 by channel": (compressed(8, "float", "channel"), by_channel, WeightCode.FP8),
     "INT8 by channel": (compressed(8, "int", "channel"), int8_by_channel, WeightCode.INT8),
     "NVFP4": (compressed(4, "float", "tensor_group", 16), nvfp4, WeightCode.NVFP4),
+    "INT4": (PACKED, int4, WeightCode.INT4),
+    "INT4, scales in float16": (PACKED, int4_of_halves, WeightCode.INT4),
     "torchao FP8": (TORCHAO, ao_fp8, WeightCode.FP8),
     "torchao INT4": (TORCHAO, ao_int4, WeightCode.INT4),
     "torchao NVFP4": (TORCHAO, ao_nvfp4, WeightCode.NVFP4),

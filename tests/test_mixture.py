@@ -324,7 +324,9 @@ def test_experts_may_be_quantised_already(
 # By who writes them: a config, what is coded of the matrices of layers, and the layout of a coded one.
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "ModelOpt's recipe for DiffusionGemma": (GEMMA, (".experts.",), "ModelOpt NVFP4"),
-    "llm-compressor, DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),
+    "llm-compressor's FP8 of DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),
+    "llm-compressor's NVFP4 of DiffusionGemma": (GEMMA, (".experts.", ".mlp."), "NVFP4"),
+    "AWQ of DiffusionGemma": (GEMMA, (".experts.", ".self_attn."), "INT4, scales in float16"),
     "ModelOpt, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", "layers.0.mlp.up_proj"), "ModelOpt FP8"),
     "llm-compressor, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", ".mlp.", ".attention."), "NVFP4"),
     "experts of SDAR-MoE": (SDAR_MOE, (".experts.",), "INT8 by channel"),

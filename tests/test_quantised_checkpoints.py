@@ -12,12 +12,14 @@ from quantised_weights import (
     F8,
     LAYOUTS,
     MODELOPT,
+    PACKED,
     TORCHAO,
     Parts,
     ao_fp8,
     ao_int4,
     by_channel,
     compressed,
+    int4,
     nvfp4,
     opt_nvfp4,
 )
@@ -148,22 +150,26 @@ def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], 
         assert isinstance(weight, CodedRows) and torch.equal(weight.values(), values[name])
 
 
-@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "NVFP4A16", "NVFP4"])
+@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16", "NVFP4A16", "NVFP4"])
 def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str, Tensor]], preset: str, tmp_path: Path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     ct = pytest.importorskip("compressed_tensors.quantization")
     utils = pytest.importorskip("compressed_tensors.quantization.utils")
     scheme = ct.preset_name_to_scheme(preset, ["Linear"])
-    packed = "NVFP4" in preset
-    format_ = "nvfp4-pack-quantized" if packed else "naive-quantized"
+    packed, ints = "NVFP4" in preset, preset == "W4A16"
+    if ints:
+        scheme.weights.group_size = 32
+    format_ = "nvfp4-pack-quantized" if packed else "pack-quantized" if ints else "naive-quantized"
     compressor = compressors.BaseCompressor.get_value_from_registry(format_)
 
     def layout(weight: Tensor) -> Parts:
-        groups = weight.unflatten(1, (-1, 16)) if packed else weight
+        groups = weight.unflatten(1, (-1, scheme.weights.group_size)) if packed or ints else weight
         dims = () if preset == "FP8" else (-1,)
-        least, most = (of(dims, keepdim=not packed) if dims else of().view(1) for of in (groups.amin, groups.amax))
+        keepdim = not packed and not ints
+        least, most = (of(dims, keepdim=keepdim) if dims else of().view(1) for of in (groups.amin, groups.amax))
         whole = {"weight_global_scale": utils.generate_gparam(weight.min(), weight.max())} if packed else {}
         scale, _ = utils.calculate_qparams(least, most, scheme.weights, global_scale=whole.get("weight_global_scale"))
+        scale = scale.bfloat16() if ints else scale
         tensors = compressor.compress({"weight": weight, "weight_scale": scale, **whole}, scheme)
         value = compressor.decompress(dict(tensors), scheme)["weight"]
         return {f".{name}": tensor for name, tensor in tensors.items()}, None, value
@@ -178,7 +184,7 @@ def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str,
         weight = checkpoint.read(name, dtype=torch.float32, device=CPU)
         assert isinstance(weight, CodedRows)
         # Of packed codes it makes bfloat16 values.
-        torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed else 0, atol=0)
+        torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed or ints else 0, atol=0)
 
 
 Q = QUANTISED[0].removesuffix(".weight")
@@ -191,7 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'gptq'; allowed: 'compressed-tensors', 'torchao', ",
     ),
     "no method": ({"quantization": {"bits": 4}}, "quantization_config = None"),
-    "another format": ({"quantization": FP8 | {"format": "pack-quantized"}}, "format = 'pack-quantized'"),
+    "another format": ({"quantization": FP8 | {"format": "marlin-24"}}, "format = 'marlin-24'"),
     "a cache in codes": ({"quantization": FP8 | {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme = "),
     "turned weights": ({"quantization": FP8 | {"transform_config": {"R1": {}}}}, "transform_config = "),
     "sparse weights": ({"quantization": FP8 | {"sparsity_config": {"format": "sparse-24"}}}, "sparse-24"),
@@ -233,6 +239,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "act_pre_scale",
     ),
     "torchao, no facts": ({"layout": ao_fp8, "described": {QUANTISED[0]: {"_data": None}}}, "metadata lack one of"),
+    "INT4, no codes": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_packed": lambda _: None}},
+        f"1 missing: {Q}.weight; 1 of another shape: {Q}.weight_scale",
+    ),
+    "INT4, scales of another shape": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_scale": lambda of: of[:, 1:].clone()}},
+        rf"{Q}.weight_scale \[64, 1\] instead of \[64, 2\]",
+    ),
+    "INT4, another dtype of scales": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_scale": lambda of: of.float()}},
+        f"dtype than BF16, F16: {Q}.weight_scale F32",
+    ),
+    "INT4, in another order": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_g_idx": lambda _: torch.zeros(64).int()}},
+        f"1 unexpected: {Q}.weight_g_idx",
+    ),
+    "INT4, zero points": (
+        {
+            "quantization": PACKED,
+            "layout": int4,
+            "change": {f"{Q}.weight_zero_point": lambda _: torch.zeros(8, 2).int()},
+        },
+        f"1 unexpected: {Q}.weight_zero_point",
+    ),
+    "INT8 in packs": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_packed": lambda of: of.repeat(1, 2)}},
+        rf"{Q}.weight_packed \[64, 16\] instead of \[64, 8\]",
+    ),
     "ModelOpt, another algorithm": (
         {"quantization": MODELOPT | {"quant_algo": "NVFP4_AWQ"}},
         "quant_algo = 'NVFP4_AWQ'",

@@ -24,8 +24,10 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {**WEIGHT_DTYPES, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
+_DTYPES = {**WEIGHT_DTYPES, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
+_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn}
 _NEGATIVE = 0x80  # sign bit of E4M3
+_SHIFT = 0x88  # between two codes of int4 and the same plus eight: addition without a carry
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # length of the header, in front of it
@@ -205,13 +207,16 @@ def _coded_bytes(
     if parts.zeros and read(parts.zeros).any():
         raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
     codes = read(parts.codes)
-    if parts.code is WeightCode.INT4:
+    if parts.shifted:  # eight to an int32, the first one in its lowest bits
+        codes = codes.view(torch.uint8)[:, : parts.code.code_bytes(inner)] ^ _SHIFT
+    elif parts.code is WeightCode.INT4:
         if codes.min() < -8 or codes.max() > 7:
             raise ValueError(f"{parts.codes.name} has codes out of the range of int4, -8 to 7")
         codes = paired(codes)
     block_scales = None
     if parts.block_scales:
-        block_scales = read(parts.block_scales).view(torch.uint8)
+        scales = read(parts.block_scales)
+        block_scales = (scales.bfloat16() if scales.dtype is torch.float16 else scales).view(torch.uint8)
         if parts.code is WeightCode.NVFP4 and block_scales.max() >= _NEGATIVE:
             raise ValueError(f"{parts.block_scales.name} has scales below zero")
         if parts.swizzled:
