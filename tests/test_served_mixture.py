@@ -86,7 +86,7 @@ def test_clients_of_a_server_share_the_slots(directory: Path, resident: Runtime,
         counts = served.scheduler.counts
         assert counts.ended["done"] + counts.ended["cancelled"] == 15 and counts.ended["cancelled"] >= 3
         assert counts.tokens < 1024, "an answer of which a client is gone is not made"
-        assert counts.taken > 1.5 * counts.forwards, "forwards are shared"
+        assert counts.taken > counts.forwards, "forwards are shared"
         weights = runtime._call.weights
         assert weights is not None and weights.now.count and runtime.ledger.moved[Tier.HOST, Tier.DEVICE]
         assert runtime.ledger.report().peak_device_bytes <= memory
