@@ -12,6 +12,7 @@ import pytest
 import torch
 from allocations import Allocations
 from replaying import changes
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from tiered.decoding.tiled_sums import TiledSums
 from tiered.forward.forward import Asked
 from tiered.forward.sizes import CallShape, feature_buffers, kv_code
 from tiered.kernels.row_code import RowCode
+from tiered.models import checkpoint
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.models.logit_tiles import LogitTiles
@@ -324,6 +326,38 @@ def test_codes_of_its_weights(runtime: Runtime, weights: str):
     ids = torch.arange(30)[None]
     own = coded.with_policy("none").generate(ids, **call).sequences
     assert torch.equal(coded.generate(ids, **call).sequences, own)
+
+
+def test_a_file_larger_than_memory_is_opened_once(
+    write_checkpoint: Callable[..., Path],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A released checkpoint is one file of 27 GB, which some systems refuse to map as a whole."""
+    weights = random_weights(CONFIG)
+    file = write_checkpoint(CONFIG, weights) / "model.safetensors"
+    stored = file.read_bytes()
+    length = 8 + int.from_bytes(stored[:8], "little")
+    images = {
+        "dtype": "U8",
+        "shape": [1 << 40],
+        "data_offsets": [len(stored) - length, len(stored) - length + (1 << 40)],
+    }
+    header = json.dumps(json.loads(stored[8:length]) | {"model.encoder.vision_tower.x": images}).encode()
+    header += b" " * (-len(header) % 8)
+    with file.open("wb") as rewritten:
+        rewritten.write(len(header).to_bytes(8, "little") + header + stored[length:])
+        rewritten.truncate(rewritten.tell() + (1 << 40))  # without bytes on the disk
+    opened = list[Path]()
+
+    def opening(path: Path, framework: str) -> Any:
+        opened.append(path)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(checkpoint, "safe_open", opening)
+    model: Any = tiered.from_pretrained(file.parent).model
+    assert opened == [file]
+    assert all(torch.equal(model.official(name), weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,34 @@
 """Mixtures of experts: what a router picks, that a row depends on no other, and checkpoints that do not fit."""
 
+import json
+import os
+import shutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantised_weights import LAYOUTS
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
 from tiered.forward.forward import Forward
 from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
+from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.mixture import MixtureModel
 from tiered.models.router import Router, picked_experts
-from tiered.models.weight_form import WeightForm
+from tiered.models.weight_form import WeightForm, weight_bytes
+from tiered.offload.errors import TransferError
+from tiered.offload.lane import Lane
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
+GEMMA_CONFIG = Path(__file__).parent / "goldens" / "diffusion_gemma" / "dgemma_tiny" / "config.json"
 TOKENS = {"mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
 LLADA_MOE: dict[str, Any] = {
     **TOKENS,
@@ -77,6 +87,7 @@ SDAR_MOE: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 2048,
 }
+GEMMA: dict[str, Any] = json.loads(GEMMA_CONFIG.read_text())
 CONFIGS: dict[str, dict[str, Any]] = {"llada-moe": LLADA_MOE, "llada2": LLADA2, "sdar-moe": SDAR_MOE}
 
 
@@ -309,47 +320,200 @@ def test_experts_may_be_quantised_already(
     expected = tiered.from_pretrained(write_checkpoint(config, values)).logits(ids, **blocks)
     torch.testing.assert_close(runtime.logits(ids, **blocks), expected, atol=1e-3, rtol=1e-3)
     assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
-    del files[f"{coded[-1]}_scale"]
-    files[coded[-1]] = values[coded[-1]]
-    with pytest.raises(ValueError, match=f"holds {len(coded) - 1} of {len(coded)} matrices of layers in int8"):
-        tiered.from_pretrained(write_checkpoint({**config, "quantization_config": method}, files))
 
 
-def without(weights: dict[str, Tensor]) -> None:
-    del weights["model.layers.1.mlp.experts.5.up_proj.weight"]
+# By who writes them: a config, what is coded of the matrices of layers, and the layout of a coded one.
+PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "ModelOpt's recipe for DiffusionGemma": (GEMMA, (".experts.",), "ModelOpt NVFP4"),
+    "llm-compressor's FP8 of DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),
+    "llm-compressor's NVFP4 of DiffusionGemma": (GEMMA, (".experts.", ".mlp."), "NVFP4"),
+    "AWQ of DiffusionGemma": (GEMMA, (".experts.", ".self_attn."), "INT4, scales in float16"),
+    "ModelOpt, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", "layers.0.mlp.up_proj"), "ModelOpt FP8"),
+    "llm-compressor, LLaDA2": (LLADA2, (".experts.", ".shared_experts.", ".mlp.", ".attention."), "NVFP4"),
+    "experts of SDAR-MoE": (SDAR_MOE, (".experts.",), "INT8 by channel"),
+}
 
 
-def doubled(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.2.mlp.experts.down_proj"] = torch.zeros(6, 32, 24)
+@pytest.mark.parametrize("case", PARTLY)
+def test_matrices_beside_quantised_experts_may_be_raw(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    case: str,
+):
+    config, parts, layout = PARTLY[case]
+    quantization, writer, code = LAYOUTS[layout]
+    # More bytes than a call, in whole groups of 16.
+    sizes: dict[str, Any] = {"num_experts": 24 if config is GEMMA else 64, "moe_intermediate_size": 32}
+    config = {**config, "text_config": config["text_config"] | sizes} if config is GEMMA else {**config, **sizes}
+    read, weights = family_of(config).read(config), random_weights(config)
+    files, values, raw = dict(weights), dict(weights), set[str]()
+    for name, own in read.parameter_names.items():
+        if read.shape.is_matrix(own) and any(part in name for part in parts):
+            written, _, values[name] = writer(files.pop(name))
+            files |= {name.removesuffix(".weight") + end: tensor.contiguous() for end, tensor in written.items()}
+        elif read.shape.is_matrix(own):
+            raw.add(own)
+    form = WeightForm(code, raw=frozenset(raw))
+    directory = write_checkpoint({**config, "quantization_config": quantization}, files)
+    gemma = "text_config" in config
+    blocks: dict[str, Any] = {} if gemma else {"block_length": 16}
+    ids, call = torch.arange(3, 51)[None], {"max_new_tokens": 16, "stop_at_eos": False, "seed": 3, **blocks}
+    call |= {"block_steps": 2} if gemma else {}
+    plan = tiered.plan(directory, context=96, **blocks)
+    assert plan.sizes.weights == form and str(form) == (f"{code}, {len(raw)} matrices raw" if raw else code)
+    with tiered.from_pretrained(directory) as runtime:
+        of_values = tiered.from_pretrained(write_checkpoint(config, values))
+        logits = runtime.logits(ids, **blocks)
+        torch.testing.assert_close(logits, of_values.logits(ids, **blocks), atol=2e-3, rtol=2e-3)
+        held = runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        own = runtime.generate(ids, **call)
+    assert held == weight_bytes(read.shape, "float32", form)
+    with tiered.from_pretrained(directory, memory=held) as streamed:  # which a call needs a part of
+        assert torch.equal(streamed.logits(ids, **blocks), logits)
+        out = streamed.generate(ids, **call)
+    assert torch.equal(out.sequences, own.sequences)
+    assert out.weights is not None and out.weights.ways[Lane.FETCH].nbytes > 0
+    with pytest.raises(ValueError, match=f"weights = 'int4', but the checkpoint has them in {form}"):
+        tiered.from_pretrained(directory, weights="int4")
+    expert = next(name for name, own in read.parameter_names.items() if read.shape.place_of(own))
+    for end in writer(weights[expert])[0]:
+        del files[expert.removesuffix(".weight") + end]
+    files[expert] = weights[expert]
+    count = sum(1 for own in read.parameter_names.values() if read.shape.place_of(own))
+    with pytest.raises(ValueError, match=f"holds {count - 1} of {count} matrices of experts in {code}"):
+        tiered.from_pretrained(write_checkpoint({**config, "quantization_config": quantization}, files))
 
 
-def one_too_many(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.1.mlp.experts.6.up_proj.weight"] = torch.zeros(24, 32)
+def stack_of(layer: int, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {f"model.layers.{layer}.mlp.experts.{name}": torch.zeros(shape, dtype=dtype)}
 
 
-def longer(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.1.mlp.expert_bias"] = torch.zeros(7)
+EXPERTS = "model.layers.2.mlp.experts"
+# Of a mixture with its experts one by one: a config, tensors that are there besides, and names of those that are not.
+DAMAGED: dict[str, tuple[dict[str, Any], dict[str, Tensor], tuple[str, ...], str]] = {
+    "one is missing": (
+        LLADA_MOE, {}, (f"{EXPERTS}.5.up_proj.weight",), rf"1 missing: {EXPERTS}.5.up_proj.weight"
+    ),
+    "a whole expert is missing": (
+        LLADA2, {}, tuple(f"{EXPERTS}.7.{name}_proj.weight" for name in ("gate", "up", "down")),
+        rf"3 missing: {EXPERTS}.7.gate_proj.weight, {EXPERTS}.7.up_proj.weight, {EXPERTS}.7.down_proj.weight",
+    ),
+    "a stack beside them": (
+        LLADA_MOE, stack_of(2, "down_proj", 6, 32, 24), (), rf"6 weights are there both .* {EXPERTS}.0.down_proj.weight"
+    ),
+    "two stacks of one kind": (
+        SDAR_MOE, stack_of(2, "gate_up_proj", 7, 48, 32) | stack_of(2, "up_proj", 7, 24, 32),
+        tuple(f"{EXPERTS}.{number}.{name}_proj.weight" for number in range(7) for name in ("gate", "up")),
+        rf"7 weights are there both .* {EXPERTS}.0.up_proj.weight",
+    ),
+    "a stack of too few": (
+        LLADA2, stack_of(2, "down_proj", 7, 32, 24), tuple(f"{EXPERTS}.{n}.down_proj.weight" for n in range(8)),
+        rf"1 missing: {EXPERTS}.7.down_proj.weight",
+    ),
+    "a stack of too many": (
+        LLADA2, stack_of(2, "down_proj", 9, 32, 24), tuple(f"{EXPERTS}.{n}.down_proj.weight" for n in range(8)),
+        rf"1 unexpected: {EXPERTS}.8.down_proj.weight",
+    ),
+    "a stack [experts, inner, out]": (
+        LLADA2, stack_of(2, "down_proj", 8, 24, 32), tuple(f"{EXPERTS}.{n}.down_proj.weight" for n in range(8)),
+        rf"8 of another shape: {EXPERTS}.0.down_proj.weight \[24, 32\] instead of \[32, 24\]",
+    ),
+    "a stack in codes": (
+        LLADA2, stack_of(2, "gate_up_proj", 8, 48, 32, dtype=torch.int8), (),
+        rf"{EXPERTS}.gate_up_proj is a stack of experts in I8; codes are read one by one",
+    ),
+    "one too many": (
+        LLADA_MOE, stack_of(1, "6.up_proj.weight", 24, 32), (),
+        r"1 unexpected: model.layers.1.mlp.experts.6.up_proj.weight",
+    ),
+    "an expert of another width": (
+        SDAR_MOE, stack_of(2, "6.up_proj.weight", 25, 32), (),
+        rf"1 of another shape: {EXPERTS}.6.up_proj.weight \[25, 32\] instead of \[24, 32\]",
+    ),
+    "a longer bias": (
+        LLADA_MOE, {"model.layers.1.mlp.expert_bias": torch.zeros(7)}, (), r"mlp.expert_bias \[7\] instead of \[6\]"
+    ),
+    "a bias of two dimensions": (
+        LLADA2, {"model.layers.1.mlp.gate.expert_bias": torch.zeros(8, 1)}, (),
+        r"mlp.gate.expert_bias \[8, 1\] instead of \[8\]",
+    ),
+    "no bias": (
+        LLADA2, {}, ("model.layers.1.mlp.gate.expert_bias",), r"1 missing: model.layers.1.mlp.gate.expert_bias"
+    ),
+    "a bias that its family lacks": (
+        SDAR_MOE, {"model.layers.2.mlp.gate.e_score_correction_bias": torch.zeros(7)}, (),
+        r"1 unexpected: model.layers.2.mlp.gate.e_score_correction_bias",
+    ),
+    "scales of more experts": (
+        GEMMA, {"model.decoder.layers.1.router.per_expert_scale": torch.zeros(9)}, (),
+        r"router.per_expert_scale \[9\] instead of \[8\]",
+    ),
+    "a router for fewer": (
+        SDAR_MOE, {"model.layers.2.mlp.gate.weight": torch.zeros(6, 32)}, (),
+        r"gate.weight \[6, 32\] instead of \[7, 32\]",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without, r"1 missing: model.layers.1.mlp.experts.5.up_proj.weight"),
-        (doubled, r"6 weights are there both .* model.layers.2.mlp.experts.0.down_proj.weight"),
-        (one_too_many, r"1 unexpected: model.layers.1.mlp.experts.6.up_proj.weight"),
-        (longer, r"model.layers.1.mlp.expert_bias \[7\] instead of \[6\]"),
-    ],
-)
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_weights_that_do_not_fit_are_named(
     write_checkpoint: Callable[..., Any],
     random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
-    change: Callable[[dict[str, Tensor]], None],
-    message: str,
+    damage: str,
 ):
-    weights = random_weights(LLADA_MOE)
-    change(weights)
+    """Before any weight is read."""
+    config, besides, absent, message = DAMAGED[damage]
+    weights = {name: weight for name, weight in random_weights(config).items() if name not in absent}
+    assert len(weights) == len(random_weights(config)) - len(absent)
+    directory = write_checkpoint(config, weights | besides)
     with pytest.raises(ValueError, match=message):
-        tiered.from_pretrained(write_checkpoint(LLADA_MOE, weights))
+        Checkpoint(directory, family_of(config).shape(config), config)
+    with pytest.raises(ValueError, match=message):
+        tiered.from_pretrained(directory)
+
+
+def test_a_weight_in_two_files_is_named(
+    write_checkpoint: Callable[..., Any], random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+):
+    weights = random_weights(LLADA2)
+    directory = write_checkpoint(LLADA2, weights, shards=2)
+    first, second = sorted(directory.glob("*.safetensors"))
+    held = load_file(second)
+    save_file(held | {name: weights[name] for name in [*load_file(first)][-1:]}, second)
+    with pytest.raises(ValueError, match=rf"weight .* is in two files: {first.name} and {second.name}"):
+        tiered.from_pretrained(directory)
+
+
+def test_experts_whose_file_changes_are_named(
+    write_checkpoint: Callable[..., Any], random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+):
+    config = {**LLADA2, "num_experts": 64, "torch_dtype": "float32"}
+    directory = write_checkpoint(config, random_weights(config))
+    file = directory / "model.safetensors"
+    # They pick other experts.
+    prompts = torch.randint(3, 120, (3, 1, 48), generator=torch.Generator().manual_seed(1))
+    call: dict[str, Any] = {"max_new_tokens": 16, "block_length": 16, "stop_at_eos": False}
+    with tiered.from_pretrained(directory) as resident:
+        expected = [resident.generate(prompt, **call).sequences for prompt in prompts]
+        weights = resident.ledger.held(Tier.DEVICE)
+    # Few slots, and a host that most experts have no room on.
+    memory = tiered.MemoryBudget(device=weights // 2, host=64 << 10)
+    with tiered.from_pretrained(directory, memory=memory) as runtime:
+        assert torch.equal(runtime.generate(prompts[0], **call).sequences, expected[0])
+        # Another file takes its name: the first one stays open.
+        kept = file.rename(directory / "kept")
+        shutil.copy(kept, file)
+        out = runtime.generate(prompts[1], **call)
+        assert torch.equal(out.sequences, expected[1]) and runtime.ledger.moved[Tier.DISK, Tier.HOST]
+        with kept.open("r+b") as written:
+            written.seek(-4, os.SEEK_END)
+            written.write(bytes(4))
+        for prompt in prompts[[2, 0]]:
+            with pytest.raises(TransferError, match=f"{file} has changed since it was loaded: load it again"):
+                runtime.generate(prompt, **call)
+            runtime.ledger.check_integrity()
+    with tiered.from_pretrained(directory, memory=memory) as again:
+        assert torch.equal(again.generate(prompts[2], **call).sequences, expected[2])
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,32 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_weights import (
+    F8,
+    LAYOUTS,
+    MODELOPT,
+    PACKED,
+    TORCHAO,
+    Parts,
+    ao_fp8,
+    ao_int4,
+    by_channel,
+    compressed,
+    int4,
+    nvfp4,
+    opt_nvfp4,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
 from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.decode_rows_ref import E2M1
 from tiered.kernels.row_code import WeightCode
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.llada import LLaDA
 
-CPU, F8 = torch.device("cpu"), torch.float8_e4m3fn
+CPU = torch.device("cpu")
 # 160 rows and 10 groups of 16: a tile of swizzled scales and a part of one, down as across.
 SIZES = {"d_model": 64, "n_layers": 1, "n_heads": 4, "mlp_hidden_size": 160, "max_sequence_length": 64}
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
@@ -29,110 +43,6 @@ QUANTISED = [f"{BLOCK}.{name}_proj.weight" for name in ("q", "k", "v", "ff", "up
     f"{BLOCK}.{name}_out.weight" for name in ("attn", "ff")
 ]
 IDS = torch.arange(40).view(2, 20)
-Parts = tuple[dict[str, Tensor], dict[str, Any] | None, Tensor]  # tensors by suffix, metadata, and what they stand for
-
-
-def seeded(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def by_tensor(weight: Tensor) -> Parts:
-    scale = (weight.abs().max() / 448).view(1)
-    codes = (weight / scale).to(F8)
-    return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(1)}, None, codes.float() * scale
-
-
-def by_channel(weight: Tensor) -> Parts:
-    scale = (weight.abs().amax(1, keepdim=True) / 440).bfloat16()
-    codes = (weight / scale).to(F8)
-    return {".weight": codes, ".weight_scale": scale}, None, codes.float() * scale.float()
-
-
-def int8_by_channel(weight: Tensor) -> Parts:
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    codes = (weight / scale).round().to(torch.int8)
-    return {".weight": codes, ".weight_scale": scale}, None, codes.float() * scale
-
-
-def random_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Packed codes and block scales, and for each element the value of its code, and its scale."""
-    out, inner = weight.shape
-    codes = seeded(out, inner).mul(9).int() & 15
-    scales = (seeded(out, inner // 16).abs() * 100 + 1).to(F8)
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
-    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
-    return packed, scales, values, scales.float().repeat_interleave(16, 1)
-
-
-def nvfp4(weight: Tensor) -> Parts:
-    packed, scales, values, of_element = random_nvfp4(weight)
-    parts = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": torch.tensor([760.0])}
-    return parts, None, values * (of_element / 760)
-
-
-def ao_fp8(weight: Tensor) -> Parts:
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    codes = (weight / scale).to(F8)
-    facts = {"_type": "Float8Tensor", "_data": {"block_size": [1, weight.shape[1]], "mm_config": None}}
-    return {"._weight_qdata": codes, "._weight_scale": scale}, facts, codes.float() * scale
-
-
-def ao_int4(weight: Tensor) -> Parts:
-    groups = weight.unflatten(1, (-1, 32))
-    scale = (groups.abs().amax(2) / 7).bfloat16()
-    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
-    facts = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, 32]}
-    parts = {"._weight_qdata": codes.to(torch.int8), "._weight_scale": scale}
-    parts |= {"._weight_zero_point": torch.zeros(scale.shape, dtype=torch.int8)}
-    return parts, {"_type": "IntxUnpackedToInt8Tensor", "_data": facts}, codes * scale.float().repeat_interleave(32, 1)
-
-
-def ao_nvfp4(weight: Tensor) -> Parts:
-    """Swizzled: in tiles of 128 rows and 4 groups, 16 bytes of which are rows r, r + 32, r + 64 and r + 96."""
-    packed, scales, values, of_element = random_nvfp4(weight)
-    rows, groups = scales.shape
-    across = -(-groups // 4)
-    tiles = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
-    for row in range(rows):
-        for group in range(groups):
-            tile = row // 128 * across + group // 4
-            tiles[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4] = scales.view(torch.uint8)[row, group]
-    parts = {"._weight_qdata": packed, "._weight_scale": tiles.view(F8).view(-1, 16 * across)}
-    parts |= {"._weight_per_tensor_scale": torch.tensor(0.37)}
-    facts = {"_type": "NVFP4Tensor", "_data": {"is_swizzled_scales": True, "block_size": 16}}
-    return parts, facts, values * (torch.tensor(0.37) * of_element)
-
-
-COMPRESSED: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "format": "float-quantized",
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "sparsity_config": {},
-    "transform_config": {},
-}
-
-
-def compressed(bits: int, kind: str, strategy: str, group: int | None = None, **changes: Any) -> dict[str, Any]:
-    """`quantization_config`; `changes` of the scheme of its weights."""
-    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group}
-    weights |= {"symmetric": True, "dynamic": False, "actorder": None, **changes}
-    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    return COMPRESSED | {"config_groups": {"group_0": {"weights": weights, "input_activations": inputs}}}
-
-
-TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "SomeConfig", "_data": {}}}}
-# By layout: its `quantization_config`, who writes a weight, and our code of it.
-LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts], WeightCode]] = {
-    "FP8 by tensor": (compressed(8, "float", "tensor"), by_tensor, WeightCode.FP8),
-    "FP8 by channel": (compressed(8, "float", "channel"), by_channel, WeightCode.FP8),
-    "INT8 by channel": (compressed(8, "int", "channel"), int8_by_channel, WeightCode.INT8),
-    "NVFP4": (compressed(4, "float", "tensor_group", 16), nvfp4, WeightCode.NVFP4),
-    "torchao FP8": (TORCHAO, ao_fp8, WeightCode.FP8),
-    "torchao INT4": (TORCHAO, ao_int4, WeightCode.INT4),
-    "torchao NVFP4": (TORCHAO, ao_nvfp4, WeightCode.NVFP4),
-}
 
 
 @pytest.fixture
@@ -240,22 +150,26 @@ def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], 
         assert isinstance(weight, CodedRows) and torch.equal(weight.values(), values[name])
 
 
-@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "NVFP4A16", "NVFP4"])
+@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16", "NVFP4A16", "NVFP4"])
 def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str, Tensor]], preset: str, tmp_path: Path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     ct = pytest.importorskip("compressed_tensors.quantization")
     utils = pytest.importorskip("compressed_tensors.quantization.utils")
     scheme = ct.preset_name_to_scheme(preset, ["Linear"])
-    packed = "NVFP4" in preset
-    format_ = "nvfp4-pack-quantized" if packed else "naive-quantized"
+    packed, ints = "NVFP4" in preset, preset == "W4A16"
+    if ints:
+        scheme.weights.group_size = 32
+    format_ = "nvfp4-pack-quantized" if packed else "pack-quantized" if ints else "naive-quantized"
     compressor = compressors.BaseCompressor.get_value_from_registry(format_)
 
     def layout(weight: Tensor) -> Parts:
-        groups = weight.unflatten(1, (-1, 16)) if packed else weight
+        groups = weight.unflatten(1, (-1, scheme.weights.group_size)) if packed or ints else weight
         dims = () if preset == "FP8" else (-1,)
-        least, most = (of(dims, keepdim=not packed) if dims else of().view(1) for of in (groups.amin, groups.amax))
+        keepdim = not packed and not ints
+        least, most = (of(dims, keepdim=keepdim) if dims else of().view(1) for of in (groups.amin, groups.amax))
         whole = {"weight_global_scale": utils.generate_gparam(weight.min(), weight.max())} if packed else {}
         scale, _ = utils.calculate_qparams(least, most, scheme.weights, global_scale=whole.get("weight_global_scale"))
+        scale = scale.bfloat16() if ints else scale
         tensors = compressor.compress({"weight": weight, "weight_scale": scale, **whole}, scheme)
         value = compressor.decompress(dict(tensors), scheme)["weight"]
         return {f".{name}": tensor for name, tensor in tensors.items()}, None, value
@@ -270,16 +184,20 @@ def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str,
         weight = checkpoint.read(name, dtype=torch.float32, device=CPU)
         assert isinstance(weight, CodedRows)
         # Of packed codes it makes bfloat16 values.
-        torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed else 0, atol=0)
+        torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed or ints else 0, atol=0)
 
 
 Q = QUANTISED[0].removesuffix(".weight")
 FP8, AO_CODES = compressed(8, "float", "channel"), f"{Q}._weight_qdata"
+OPT_SCALES = ("weight_scale", "weight_scale_2")
 # What is written: a configuration, a layout, changes of tensors and of metadata.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quantization": {"quant_method": "gptq"}}, "'gptq'; allowed: 'compressed-tensors', 'torchao'"),
+    "another method": (
+        {"quantization": {"quant_method": "gptq"}},
+        "'gptq'; allowed: 'compressed-tensors', 'torchao', ",
+    ),
     "no method": ({"quantization": {"bits": 4}}, "quantization_config = None"),
-    "another format": ({"quantization": FP8 | {"format": "pack-quantized"}}, "format = 'pack-quantized'"),
+    "another format": ({"quantization": FP8 | {"format": "marlin-24"}}, "format = 'marlin-24'"),
     "a cache in codes": ({"quantization": FP8 | {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme = "),
     "turned weights": ({"quantization": FP8 | {"transform_config": {"R1": {}}}}, "transform_config = "),
     "sparse weights": ({"quantization": FP8 | {"sparsity_config": {"format": "sparse-24"}}}, "sparse-24"),
@@ -321,6 +239,55 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "act_pre_scale",
     ),
     "torchao, no facts": ({"layout": ao_fp8, "described": {QUANTISED[0]: {"_data": None}}}, "metadata lack one of"),
+    "INT4, no codes": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_packed": lambda _: None}},
+        f"1 missing: {Q}.weight; 1 of another shape: {Q}.weight_scale",
+    ),
+    "INT4, scales of another shape": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_scale": lambda of: of[:, 1:].clone()}},
+        rf"{Q}.weight_scale \[64, 1\] instead of \[64, 2\]",
+    ),
+    "INT4, another dtype of scales": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_scale": lambda of: of.float()}},
+        f"dtype than BF16, F16: {Q}.weight_scale F32",
+    ),
+    "INT4, in another order": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_g_idx": lambda _: torch.zeros(64).int()}},
+        f"1 unexpected: {Q}.weight_g_idx",
+    ),
+    "INT4, zero points": (
+        {
+            "quantization": PACKED,
+            "layout": int4,
+            "change": {f"{Q}.weight_zero_point": lambda _: torch.zeros(8, 2).int()},
+        },
+        f"1 unexpected: {Q}.weight_zero_point",
+    ),
+    "INT8 in packs": (
+        {"quantization": PACKED, "layout": int4, "change": {f"{Q}.weight_packed": lambda of: of.repeat(1, 2)}},
+        rf"{Q}.weight_packed \[64, 16\] instead of \[64, 8\]",
+    ),
+    "ModelOpt, another algorithm": (
+        {"quantization": MODELOPT | {"quant_algo": "NVFP4_AWQ"}},
+        "quant_algo = 'NVFP4_AWQ'",
+    ),
+    "ModelOpt, no algorithm": ({"quantization": {"quant_method": "modelopt"}}, "quant_algo = None"),
+    "ModelOpt, no scale of a tensor": (
+        {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{Q}.weight_scale_2": lambda _: None}},
+        f"1 missing: {Q}.weight_scale_2",
+    ),
+    "ModelOpt, no scale at all": (
+        {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{Q}.{of}": lambda _: None for of in OPT_SCALES}},
+        f"2 missing: {Q}.weight_scale_2, {Q}.weight_scale",
+    ),
+    "ModelOpt, scales of another shape": (
+        {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{Q}.weight_scale": lambda of: of[1:].clone()}},
+        rf"{Q}.weight_scale \[63, 4\] instead of \[64, 4\]",
+    ),
+    "ModelOpt, channels scaled": (
+        {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{Q}.pre_quant_scale": lambda _: torch.ones(64)}},
+        f"1 unexpected: {Q}.pre_quant_scale",
+    ),
     "torchao, a part is missing": ({"layout": ao_fp8, "change": {AO_CODES: lambda _: None}}, f"1 missing: {AO_CODES}"),
 }
 
@@ -377,3 +344,16 @@ def test_codes_that_a_dtype_cannot_hold_are_found(written: Callable[..., dict[st
     assert isinstance(opened(tmp_path).read(QUANTISED[0], dtype=torch.bfloat16, device=CPU), CodedRows)
     with pytest.raises(NonFiniteError, match="beyond float16"):
         opened(tmp_path).read(QUANTISED[0], dtype=torch.float16, device=CPU)
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_named(written: Callable[..., dict[str, Tensor]], tmp_path: Path):
+    written(FP8, by_channel)
+    checkpoint, file = opened(tmp_path), tmp_path / "model.safetensors"
+    with file.open("r+b") as cut:
+        cut.truncate(file.stat().st_size // 4)
+    with pytest.raises(ValueError, match=r"model.safetensors has changed since its header was read"):
+        for name in checkpoint.order():
+            checkpoint.read(name, dtype=torch.float32, device=CPU)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"has changed since its header was read: .* No such file"):
+        checkpoint.read(QUANTISED[0], dtype=torch.float32, device=CPU)

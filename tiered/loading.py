@@ -30,7 +30,7 @@ from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.tokenizer import load_tokenizer
-from tiered.models.weight_form import RAW_WEIGHTS, TABLES, WeightForm, dtype_of, held_form, places
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, held_form, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
@@ -173,7 +173,7 @@ def load_weights(
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
     # No call runs while the model loads, but a raw tensor lies beside its coded copy and may take more than a call.
     names, pieces = model.config.parameter_names, model.config.pieces
-    coded = [name for name, own in names.items() if shape.is_matrix(own) or (form.head and own in TABLES)]
+    coded = [name for name, own in names.items() if form.covers(own, shape)]
     largest = max(prod(shape.weight_shapes[name]) for name in coded) * dtype.itemsize if form.code else 0
     beside = {Tier.DEVICE: max(0, largest - sum(account_bytes(row_schedule("none").buffers(least)).values()))}
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}

@@ -13,7 +13,7 @@ from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.shape import ModelShape
-from tiered.models.weight_form import TABLES, WeightForm, places
+from tiered.models.weight_form import WeightForm, places
 from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import NoRoomError
@@ -81,7 +81,7 @@ class WeightRecords:
 
     def may_be_coded(self, own: str) -> bool:
         """Whether the weight named `own` is coded if the form has a code."""
-        return self.model.shape.is_matrix(own) or (self.form.head and own in TABLES)
+        return self.form.covers(own, self.model.shape)
 
     def on_device(self, device: torch.device) -> Chunk:
         """Memory for a resident layer. Raises `TierCapacityError` if the device has none."""

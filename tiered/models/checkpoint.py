@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,10 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {**WEIGHT_DTYPES, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
+_DTYPES |= {"F8_E4M3": torch.float8_e4m3fn}
 _NEGATIVE = 0x80  # sign bit of E4M3
+_SHIFT = 0x88  # between two codes of int4 and the same plus eight: addition without a carry
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # length of the header, in front of it
@@ -33,35 +37,29 @@ _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its number of bytes.
-
-    Attributes:
-        stack: name of the tensor that it is a part of, with the number and the rows of the part; None for no part.
-    """
+    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its number of bytes."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     start: int
     nbytes: int
-    stack: tuple[str, int, slice] | None = None
 
-    def read(self, name: str) -> Tensor:
-        """The tensor of this `name`: a view of the file, which stays mapped while the tensor lives."""
-        with safe_open(self.file, framework="pt") as shard:
-            if self.stack is None:
-                return shard.get_tensor(name)
-            stack, number, rows = self.stack
-            return shard.get_slice(stack)[number, rows]
+    def read(self) -> Tensor:
+        """A view of the file, which stays mapped while the tensor lives. Only these bytes are mapped: a system may
+        refuse to map a file that is larger than its memory, and safetensors reads the whole header for each tensor."""
+        try:
+            mapped = np.memmap(self.file, np.uint8, "c", self.start, (self.nbytes,))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.file} has changed since its header was read: {error}") from error
+        return torch.from_numpy(mapped).view(_DTYPES[self.dtype]).view(self.shape)
 
-    def parts(self, stack: str, halves: int) -> Iterator["StoredTensor"]:
-        """Each expert's matrix of this tensor, whose name is `stack`; with `halves` = 2, its two halves apart."""
+    def parts(self, halves: int) -> Iterator["StoredTensor"]:
+        """Each expert's matrix of a stack; with `halves` = 2, its two halves apart."""
         (count, rows, width), nbytes = self.shape, self.nbytes // (self.shape[0] * halves)
         for place in range(count * halves):
-            first = place % halves * (rows // halves)
-            part = stack, place // halves, slice(first, first + rows // halves)
-            start = self.start + place * nbytes
-            yield StoredTensor(self.file, (rows // halves, width), self.dtype, start, nbytes, part)
+            shape = rows // halves, width
+            yield StoredTensor(self.file, shape, self.dtype, self.start + place * nbytes, nbytes)
 
 
 class Checkpoint:
@@ -91,8 +89,8 @@ class Checkpoint:
 
     def order(self) -> Iterator[str]:
         """Official names in the order of files and of bytes within a file."""
-        official = {parts.codes.name: name for name, parts in self._coded.items()}
-        yield from (official.get(name, name) for name in self._stored if name in official or name in self._raw)
+        official = {parts.codes.name: name for name, parts in self._coded.items()} | {name: name for name in self._raw}
+        yield from (official[name] for name in self._stored if name in official)
 
     def extent(self, name: str, dtype: torch.dtype) -> tuple[Path, int, int] | None:
         """File, first byte and number of bytes of the weight `name`; None unless the file holds it as `dtype`."""
@@ -123,7 +121,7 @@ class Checkpoint:
         stored = self._stored[name]
         if code is not None and len(stored.shape) != 2:
             raise ValueError(f"the weight {name} {list(stored.shape)} is not a matrix, so {code} does not fit it")
-        values = stored.read(name)
+        values = stored.read()
         # Copied even if dtype and device are the same, because the values are the mapped file.
         if into is None or code is not None:
             weight = torch.empty(stored.shape, dtype=dtype, device=device)
@@ -150,7 +148,7 @@ class Checkpoint:
         into: UInt8[Tensor, " nbytes"] | None,
     ) -> CodedRows:
         out, inner = self._shapes[name]
-        coded = _coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
+        coded = _coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read().to(device))
         if into is not None:
             coded = into.view(out, -1).copy_(coded)
         weight = CodedRows(coded, parts.code, inner, dtype)
@@ -209,13 +207,16 @@ def _coded_bytes(
     if parts.zeros and read(parts.zeros).any():
         raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
     codes = read(parts.codes)
-    if parts.code is WeightCode.INT4:
+    if parts.shifted:  # eight to an int32, the first one in its lowest bits
+        codes = codes.view(torch.uint8)[:, : parts.code.code_bytes(inner)] ^ _SHIFT
+    elif parts.code is WeightCode.INT4:
         if codes.min() < -8 or codes.max() > 7:
             raise ValueError(f"{parts.codes.name} has codes out of the range of int4, -8 to 7")
         codes = paired(codes)
     block_scales = None
     if parts.block_scales:
-        block_scales = read(parts.block_scales).view(torch.uint8)
+        scales = read(parts.block_scales)
+        block_scales = (scales.bfloat16() if scales.dtype is torch.float16 else scales).view(torch.uint8)
         if parts.code is WeightCode.NVFP4 and block_scales.max() >= _NEGATIVE:
             raise ValueError(f"{parts.block_scales.name} has scales below zero")
         if parts.swizzled:
@@ -307,8 +308,10 @@ def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) 
         if match is not None and len(stored.shape) == 3:
             kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
             if f"{match[1]}.0.{kinds[0]}.weight" in shapes:
+                if stored.dtype not in WEIGHT_DTYPES:
+                    raise ValueError(f"{name} is a stack of experts in {stored.dtype}; codes are read one by one")
                 names = (f"{match[1]}.{number}.{kind}.weight" for number in range(stored.shape[0]) for kind in kinds)
-                by_name = dict(zip(names, stored.parts(name, len(kinds)), strict=True))
+                by_name = dict(zip(names, stored.parts(len(kinds)), strict=True))
         twice += [each for each in by_name if each in alone]
         alone |= by_name
     if twice:
@@ -319,7 +322,7 @@ def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """The header of `file`, and the first byte of its tensors. safetensors opens the file first and checks it."""
     try:
-        with safe_open(file, framework="pt"), file.open("rb") as raw:
+        with safe_open(file, framework="np"), file.open("rb") as raw:
             length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
             return json.loads(raw.read(length)), _LENGTH_BYTES + length
     except (SafetensorError, OSError) as error:

@@ -1,17 +1,21 @@
 """Books: the readable kinds of quantised checkpoints, and the tensors of their files that make up each weight. Layouts
-are those of compressed-tensors 0.20 and of torchao 0.18 (its safetensors support).
+are those of compressed-tensors 0.20, of torchao 0.18 (its safetensors support) and of NVIDIA's ModelOpt 0.46.
 
     files                                                        code
     compressed-tensors, float of 8 bits, by tensor or channel    fp8
     compressed-tensors, int of 8 bits, by tensor or channel      int8
     compressed-tensors, float of 4 bits in groups of 16          nvfp4
+    compressed-tensors, int of 4 bits in groups of 32            int4
     torchao, Float8Tensor by tensor or row                       fp8
     torchao, Int8Tensor or Intx… of int8, by tensor or row       int8
     torchao, Intx… of int4 in groups of 32, bfloat16 scales      int4
     torchao, NVFP4Tensor, block scales swizzled or not           nvfp4
+    ModelOpt, FP8 by tensor or channel                           fp8
+    ModelOpt, NVFP4                                              nvfp4
 
-Codes and scales are kept exactly, with one exception: the scale of a tensor in the NVFP4 of compressed-tensors is a
-divisor, and its reciprocal is rounded to float32. Activations are not quantised, even if the checkpoint says so.
+Codes and scales are kept exactly, with two exceptions in files of compressed-tensors. The scale of a tensor in NVFP4
+is a divisor, and its reciprocal is rounded to float32. Scales of int4 in float16 are rounded to bfloat16. Activations
+are not quantised, even if the checkpoint says so; nor is the cache, if ModelOpt says so.
 """
 
 import json
@@ -21,8 +25,10 @@ from typing import Any, NamedTuple
 
 from tiered.kernels.row_code import WeightCode
 
-_COMPRESSED, _TORCHAO, _INTX = "compressed-tensors", "torchao", "IntxUnpackedToInt8Tensor"
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision")
+_COMPRESSED, _TORCHAO, _MODELOPT, _INTX = "compressed-tensors", "torchao", "modelopt", "IntxUnpackedToInt8Tensor"
+_METHODS = (_COMPRESSED, _TORCHAO, _MODELOPT)
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "pack-quantized")
+_FORMATS += ("mixed-precision",)
 # Of the weights in a compressed-tensors config: bits, type, strategy, group size.
 _SCHEMES = {
     (8, "float", "tensor", None): "FP8 by tensor",
@@ -30,11 +36,14 @@ _SCHEMES = {
     (8, "int", "tensor", None): "INT8 by tensor",
     (8, "int", "channel", None): "INT8 by channel",
     (4, "float", "tensor_group", 16): "NVFP4",
+    (4, "int", "group", 32): "INT4 in groups of 32",
 }
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")  # `quant_algo` of ModelOpt
 # Tensors of activations that may come with a weight; they are not read.
 _OF_ACTIVATIONS = {
     _COMPRESSED: ("input_scale", "input_global_scale"),
     _TORCHAO: ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"),
+    _MODELOPT: ("input_scale",),
 }
 
 
@@ -52,12 +61,13 @@ class CodedParts:
     """The tensors of a coded weight.
 
     Attributes:
-        codes: elements, one or two a byte by `code`; one a byte for int4.
+        codes: elements, one or two a byte by `code`; one a byte for int4, or eight in four bytes if `shifted`.
         scale: scale of each row, or one for all rows; None if it is 1.
         block_scales: scale of each group of a row.
         zeros: zero points, which must be zeros.
         divides: True if the product of code and block scale is divided by `scale`.
         swizzled: True if the block scales are in the order of NVIDIA's tensor cores.
+        shifted: True if codes of int4 have eight added to them.
         spare: names of tensors that come with the weight and are not read.
     """
 
@@ -68,6 +78,7 @@ class CodedParts:
     zeros: Part | None = None
     divides: bool = False
     swizzled: bool = False
+    shifted: bool = False
     spare: tuple[str, ...] = ()
 
     @property
@@ -93,6 +104,7 @@ class _Layout(NamedTuple):
         the files have; `facts`: other fields of `CodedParts`."""
         out, inner = shape
         packed, groups = self.code is WeightCode.NVFP4, self.code.groups(inner)
+        stored = self.code.code_bytes(inner) if packed else -(-inner // 8) if facts.get("shifted") else inner
         # One scale for each row, or one for all rows; NVFP4 has only the latter.
         rows = ((1,), ()) if packed else ((out, 1), (out,), (1, 1), (1,), ())
         blocks = (32 * -(-out // 128), 16 * -(-groups // 4)) if facts.get("swizzled") else (out, groups)
@@ -103,9 +115,7 @@ class _Layout(NamedTuple):
 
         return CodedParts(
             code=self.code,
-            codes=Part(
-                named(self.codes[0]), ((out, self.code.code_bytes(inner) if packed else inner),), self.codes[1:]
-            ),
+            codes=Part(named(self.codes[0]), ((out, stored),), self.codes[1:]),
             scale=part(self.scale, *rows),
             block_scales=part(self.block_scales, blocks),
             zeros=part(self.zeros, *([(out, groups)] if self.block_scales else rows)),
@@ -118,7 +128,13 @@ _SCALE, _ZEROS, _OF_TENSOR = ("scale", *_FLOATS), ("zero_point", "I8"), ("per_te
 _COMPRESSED_LAYOUTS = {
     "I8": _Layout(WeightCode.INT8, ("", "I8"), ("_scale", *_FLOATS)),
     "F8_E4M3": _Layout(WeightCode.FP8, ("", "F8_E4M3"), ("_scale", *_FLOATS)),
-    "packed": _Layout(WeightCode.NVFP4, ("_packed", "U8"), ("_global_scale", "F32"), ("_scale", "F8_E4M3")),
+    "U8": _Layout(WeightCode.NVFP4, ("_packed", "U8"), ("_global_scale", "F32"), ("_scale", "F8_E4M3")),
+    "I32": _Layout(WeightCode.INT4, ("_packed", "I32"), (), ("_scale", "BF16", "F16")),
+}
+# By the dtype of the codes.
+_MODELOPT_LAYOUTS = {
+    "F8_E4M3": _COMPRESSED_LAYOUTS["F8_E4M3"],
+    "U8": _Layout(WeightCode.NVFP4, ("", "U8"), ("_scale_2", "F32"), ("_scale", "F8_E4M3")),
 }
 _INT8 = _Layout(WeightCode.INT8, ("qdata", "I8"), _SCALE, zeros=_ZEROS, optional=_ZEROS[:1])
 # By class, target dtype and block size: "row" for a row or the whole weight.
@@ -140,9 +156,11 @@ def require_readable(config: Mapping[str, object]) -> str | None:
     if wanted is None or wanted is False:
         return None
     method = wanted.get("quant_method") if isinstance(wanted, Mapping) else wanted
-    if method not in (_COMPRESSED, _TORCHAO):
-        raise ValueError(f"config.json: quantization_config = {method!r}; allowed: {_COMPRESSED!r}, {_TORCHAO!r}")
+    if method not in _METHODS:
+        raise ValueError(f"config.json: quantization_config = {method!r}; allowed: {', '.join(map(repr, _METHODS))}")
     problems = _compressed_problems(wanted) if method == _COMPRESSED else []
+    if method == _MODELOPT and (algorithm := wanted.get("quant_algo")) not in _ALGORITHMS:
+        problems = [f"quant_algo = {algorithm!r} (allowed: {', '.join(map(repr, _ALGORITHMS))})"]
     if problems:
         raise ValueError(f"config.json: quantization_config of {method} asks for {'; '.join(problems)}")
     return method
@@ -168,10 +186,11 @@ def coded_parts(
     if method is None:
         return {}
     matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
-    if method == _COMPRESSED:
-        parts = {name: _compressed_parts(name, shape, found) for name, shape in matrices.items()}
-    else:
+    if method == _TORCHAO:
         parts = {name: _torchao_parts(name, shape, metadata) for name, shape in matrices.items()}
+    else:
+        parts_of = _compressed_parts if method == _COMPRESSED else _modelopt_parts
+        parts = {name: parts_of(name, shape, found) for name, shape in matrices.items()}
     coded = {name: of for name, of in parts.items() if of}
     if not coded:
         raise ValueError(f"config.json says that {method} quantised the weights, but no weight in the files is coded")
@@ -212,13 +231,29 @@ def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
-    packed = f"{name}_packed" in found
+    packed = found.get(f"{name}_packed")
+    if packed is None and f"{name}_scale" not in found:
+        return None
+    shifted = packed == "I32"
+    layout = _COMPRESSED_LAYOUTS[
+        "I32" if shifted else "U8" if packed else "I8" if found.get(name) == "I8" else "F8_E4M3"
+    ]
+    spare = (*_of_activations(_COMPRESSED, name, found), *({f"{name}_shape"} & found.keys()))
+    divides = layout.code is WeightCode.NVFP4
+    return layout.parts(shape, lambda end: name + end, divides=divides, shifted=shifted, spare=spare)
+
+
+def _modelopt_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
+    packed = found.get(name) == "U8" or f"{name}_scale_2" in found
     if not packed and f"{name}_scale" not in found:
         return None
-    layout = _COMPRESSED_LAYOUTS["packed" if packed else "I8" if found.get(name) == "I8" else "F8_E4M3"]
+    spare = _of_activations(_MODELOPT, name, found)
+    return _MODELOPT_LAYOUTS["U8" if packed else "F8_E4M3"].parts(shape, lambda end: name + end, spare=spare)
+
+
+def _of_activations(method: str, name: str, found: Container[str]) -> tuple[str, ...]:
     module = name.removesuffix(".weight")
-    spare = tuple(f"{module}.{of}" for of in _OF_ACTIVATIONS[_COMPRESSED] if f"{module}.{of}" in found)
-    return layout.parts(shape, lambda end: name + end, divides=packed, spare=spare)
+    return tuple(each for of in _OF_ACTIVATIONS[method] if (each := f"{module}.{of}") in found)
 
 
 def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str]) -> CodedParts | None:

@@ -29,11 +29,13 @@ class WeightForm:
         code: code of the matrices of layers; None for the model's dtype.
         head: True if the embedding and the head are in that code too.
         fixed: True if all layers stay on the device.
+        raw: our own names of the matrices of layers that have the model's dtype all the same; none is in a record.
     """
 
     code: WeightCode | None = None
     head: bool = False
     fixed: bool = False
+    raw: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, name: "str | WeightForm") -> "WeightForm":
@@ -49,7 +51,12 @@ class WeightForm:
         return cls(WeightCode(code), name != code)
 
     def __str__(self) -> str:
-        return RAW if self.code is None else self.code + (WITH_HEAD if self.head else "")
+        beside = f", {len(self.raw)} matrices {RAW}" if self.raw else ""
+        return RAW if self.code is None else self.code + (WITH_HEAD if self.head else "") + beside
+
+    def covers(self, own: str, shape: ModelShape) -> bool:
+        """Whether the weight named `own` is in the code, if there is one."""
+        return (shape.is_matrix(own) and own not in self.raw) or (self.head and own in TABLES)
 
     def matrix_bytes(self, matrix: tuple[int, int], element_bytes: int) -> int:
         out, inner = matrix
@@ -118,7 +125,7 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
         table_bytes(shape, dtype, form)
         if own in TABLES
         else form.matrix_bytes((size[0], size[1]), BYTES_PER_ELEMENT[dtype])
-        if shape.is_matrix(own)
+        if form.covers(own, shape)
         else prod(size) * BYTES_PER_ELEMENT[dtype_of(own, dtype)]
         for own, size in shape.own_shapes.items()
         if shape.place_of(own) is None
@@ -127,13 +134,17 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
 
 def held_form(codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: ModelShape) -> WeightForm:
     """The form of a checkpoint whose files hold weights in `codes`, by official name; `names`: our own name of each.
-    Raises `ValueError` unless all matrices of layers are in one code."""
+    Raises `ValueError` unless all matrices in records are in one code, and no other matrix is in another."""
     kinds = sorted(set(codes.values()))
-    matrices = [name for name, own in names.items() if shape.is_matrix(own)]
-    found = sum(1 for name in matrices if name in codes)
-    if len(kinds) > 1 or found != len(matrices):
+    within = [name for name, own in names.items() if shape.place_of(own) is not None]
+    found = sum(1 for name in within if name in codes)
+    if len(kinds) > 1 or found != len(within):
         raise ValueError(
-            f"the checkpoint holds {found} of {len(matrices)} matrices of layers in {' and '.join(kinds)}; all of them "
-            "in one code are allowed"
+            f"the checkpoint holds {found} of {len(within)} matrices of {'experts' if shape.experts else 'layers'} in "
+            f"{' and '.join(kinds)}; all of them in one code are allowed"
         )
-    return WeightForm(kinds[0], head=all(name in codes for name, own in names.items() if own in TABLES))
+    return WeightForm(
+        kinds[0],
+        head=all(name in codes for name, own in names.items() if own in TABLES),
+        raw=frozenset(own for name, own in names.items() if shape.is_matrix(own) and name not in codes),
+    )
