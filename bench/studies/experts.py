@@ -1,7 +1,8 @@
 """Mixtures whose experts do not all fit: what routers pick, how well it is guessed, and what copies cost.
 
-Parts, all on the CPU, over a random LLaDA2 in float32 whose answer has four blocks. Random routers say little of
-trained ones, which agree more from row to row and from step to step: the figures are of the schedule.
+Parts, all on the CPU, over a random LLaDA2 in float32 whose answer has four blocks. A layer's branches add to a row
+about --branch times its size. By 1 the rows differ as random ones do. By 0.25, which is (2 · 8)^-½ and what GPT-2
+begins its training with, masks stay alike from layer to layer and from step to step, as trained models' do.
 
     recorded  logits and picked experts of LLaDA-MoE, LLaDA2 and SDAR-MoE beside those of the official code
     picks     experts of a layer that a step and a block reach, how they overlap, the recall of guesses a layer ahead,
@@ -13,7 +14,7 @@ trained ones, which agree more from row to row and from step to step: the figure
     load      the peak of anonymous memory of a process that loads the model in --form with as few experts on the
               device as go, over what is booked then and one raw tensor
 
-About five minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
+About ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
     families_identical, router_identical    whether all recorded cases came out: logits, and picked experts
     experts_over_bound      a forward over the longer of computing and of the misses' copies alone: the largest
@@ -44,8 +45,9 @@ OF, TIMED = ("case",), (*weight_streams.TIMED, "plain_ms", "layers_ms", "peak_by
 AXES: Axes = {
     "part": ["recorded", "picks", "stream", "load"],
     "form": ["raw", "int4"],
-    "link": ["rtx4090", "h100"],
-    "share": [0.35, 0.6, 0.9],
+    "link": ["rtx4090"],
+    "branch": [1.0, 0.25],
+    "share": [0.1, 0.2, 0.4, 0.8],
     "experts": [64],
     "picked": [2, 8],
     "width": [512],
@@ -54,7 +56,7 @@ AXES: Axes = {
     "steps": [8],
 }
 QUICK: Axes = {
-    "form": ["int4"], "link": ["h100"], "share": [0.3], "experts": [64], "picked": [2], "width": [64], "layers": [3],
+    "form": ["int4"], "branch": [1.0], "share": [0.3], "experts": [64], "picked": [2], "width": [64], "layers": [3],
     "context": [64], "steps": [2],
 }  # fmt: skip
 PICKS = {
@@ -81,7 +83,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         raise ValueError(f"share = {wrong[0]}; above 0 and below 1 is allowed")
     if wrong := [width for width in axes["width"] if width < 64 or width % 64]:
         raise ValueError(f"width = {wrong[0]}; a multiple of 64 is allowed")
-    sizes = ("experts", "picked", "width", "layers", "context", "steps")
+    sizes = ("branch", "experts", "picked", "width", "layers", "context", "steps")
     for part in axes["part"]:
         if part not in AXES["part"]:
             raise unknown_name("part", part, AXES["part"])
@@ -93,7 +95,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             if part == "picks":
                 yield of | {"shares": axes["share"]}
             elif part == "load":
-                if of["picked"] == axes["picked"][0]:  # loading asks no router
+                if (of["branch"], of["picked"]) == (axes["branch"][0], axes["picked"][0]):  # loading asks no router
                     yield from (of | {"form": form} for form in axes["form"])
             else:
                 yield from (of | {"share": one, "link": link} for one, link in product(axes["share"], axes["link"]))
@@ -117,8 +119,8 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     streamed = [row for row in seen if row["part"] == "stream"]
     loaded = [in_bytes(row) for row in seen if row["part"] == "load"]
     return {
-        "experts_picked": rows_table("{picked} of {experts}", PICKS, picked),
-        "experts_streamed": rows_table("{picked} of {experts}, {share:.0%} stay, {link}", STREAM, streamed),
+        "experts_picked": rows_table("{picked} of {experts}, branches {branch}", PICKS, picked),
+        "experts_streamed": rows_table("{picked} of {experts}, branches {branch}, {share:.0%} stay", STREAM, streamed),
         "experts_loaded": rows_table("{experts} experts, weights {form}", LOAD, loaded),
     }
 
