@@ -28,6 +28,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
@@ -37,6 +38,7 @@ from tiered.kernels.row_code import RowCode, WeightCode
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
+from tiered.models.mixture import MixtureModel
 from tiered.models.weight_form import ALIGNED, CODES, RAW_WEIGHTS, WeightForm
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import TransferError
@@ -48,6 +50,7 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.serving.scheduler import Scheduler
+from tiered.tiers.stats import TierStats
 
 LAYERS, PROMPT, CPU = 6, 44, torch.device("cpu")
 SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16, "seed": 0}
@@ -479,6 +482,45 @@ def test_experts_that_all_fit_come_back_and_those_that_rows_pick_again_stay(chec
     # A call that leaves room for all of them has no slots.
     small = runtime.generate(torch.arange(5)[None], max_new_tokens=16, block_length=16, steps=4)
     assert small.weights is None and runtime.model.blocks[0].experts_in.weight is not None
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_experts_are_fetched_ahead_as_long_as_guesses_are_right(
+    right: bool,
+    write_checkpoint: Callable[..., Path],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    config = {**FAMILIES["llada2"], **TOKENS, "num_experts": 64, "torch_dtype": "float32"}
+    directory = write_checkpoint(config, random_weights(config))
+    call = {"max_new_tokens": 64, "block_length": 4, "stop_at_eos": False}
+    picked: list[tuple[int, list[int]]] = []
+    with loaded(directory, "block_causal") as resident, monkeypatch.context() as patched:
+        patched.setattr(Forward, "note_picks", lambda _, layer, experts, these: picked.append((layer, these)))
+        expected = resident.generate(torch.arange(5)[None], **call).sequences
+        budget = budget_for(resident, streamed_layers(resident).of_records - 40)
+
+    def streamed(guess: Callable[[set[int]], set[int]]) -> tuple[TierStats, int]:
+        following = iter([*picked[1:], (0, [])])
+
+        def likely(_: object, layer: int, hidden: object) -> dict[int, int]:
+            then, experts = next(following)
+            return dict.fromkeys(guess({*experts}), 1) if then == layer else {}
+
+        monkeypatch.setattr(MixtureModel, "likely", likely)
+        with loaded(directory, "block_causal", budget=budget) as runtime:
+            out = runtime.generate(torch.arange(5)[None], **call)
+            assert torch.equal(out.sequences, expected) and out.weights is not None
+            return out.weights, streamed_layers(runtime).slots
+
+    without, slots = streamed(lambda _: set())
+    told, _ = streamed(lambda experts: experts if right else {*range(64)} - experts)
+    fetched, more = (each.asked[Tier.HOST] for each in (without, told))
+    if right:
+        assert told.experts_resident > 0.8 * told.experts_used > without.experts_resident and more <= 1.2 * fetched
+    else:
+        # The first guesses take all slots, and what they pushed out comes once more.
+        assert told.experts_foreseen == 0 and more <= fetched + 2 * slots < 1.2 * fetched
 
 
 @pytest.mark.parametrize("family", ["llada", "llada-moe"])

@@ -8,6 +8,7 @@ mostly right are fetched.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -82,36 +83,32 @@ class StreamedExperts:
 
 
 class _Guesses:
-    """The experts that a layer ahead will probably pick. Guesses are told apart by the rows that would pick the expert.
-    Only those of experts without a slot are judged, which are harder: most picks recur."""
+    """The experts that a layer ahead will probably pick. Guesses are told apart by the rows that would pick the expert,
+    and by whether it has a slot: most picks recur, and those are the surer ones."""
 
     def __init__(self) -> None:
-        self._likely: Mapping[int, int] = {}
-        self._missing: Collection[int] = ()
-        self._right = [0.0] * (MOST_ROWS + 1)  # by rows
+        self._kinds: dict[int, tuple[bool, int]] = {}  # of the last guesses, by expert
+        self._right = defaultdict[tuple[bool, int], float](float)
         self._made = self._right.copy()
 
     def make(self, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
-        """The experts to have in slots, the surest first: of the `likely` ones, by their rows, those that are not
-        `missing`, and those whose like was mostly picked."""
-        self._likely, self._missing = likely, missing
-        here = [expert for expert in likely if expert not in missing]
-        sure = [expert for expert in missing if self._share(likely[expert]) >= SURE]
-        return here + sorted(sure, key=likely.__getitem__, reverse=True)
+        """Those of the `likely` experts, given with their rows, whose like was mostly picked, the surest first.
+        `missing`: those without a slot."""
+        self._kinds = {expert: (expert in missing, min(rows, MOST_ROWS)) for expert, rows in likely.items()}
+        shares = {expert: self._share(kind) for expert, kind in self._kinds.items()}
+        return sorted((expert for expert in likely if shares[expert] >= SURE), key=shares.__getitem__, reverse=True)
 
     def judge(self, picked: Sequence[int]) -> int:
         """Compare the last guesses with the experts that were `picked`; returns how many of these were guessed."""
-        for expert in self._missing:
-            rows = min(self._likely[expert], MOST_ROWS)
-            self._made[rows] += 1
-            self._right[rows] += expert in picked
-            if self._made[rows] >= 2 * MEMORY:
-                self._made[rows], self._right[rows] = self._made[rows] / 2, self._right[rows] / 2
-        return sum(expert in self._likely for expert in picked)
+        for expert, kind in self._kinds.items():
+            self._made[kind] += 1
+            self._right[kind] += expert in picked
+            if self._made[kind] >= 2 * MEMORY:
+                self._made[kind], self._right[kind] = self._made[kind] / 2, self._right[kind] / 2
+        return sum(expert in self._kinds for expert in picked)
 
-    def _share(self, rows: int) -> float:
-        rows = min(rows, MOST_ROWS)
-        return self._right[rows] / self._made[rows] if self._made[rows] else 1.0
+    def _share(self, kind: tuple[bool, int]) -> float:
+        return self._right[kind] / self._made[kind] if self._made[kind] else 1.0
 
 
 def _split(experts: list[int], most: int) -> list[list[int]]:
