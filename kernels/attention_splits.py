@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tiered.kernels.launch import RowTile
+from tiered.kernels.launch import RowTile, power_of_2
 from tiered.kernels.row_code import RowCode
 
 PROGRAMS = 264  # at a time: two for each multiprocessor of an H100
@@ -38,7 +38,7 @@ def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | N
     if code is not None:  # decoded values take registers of their own
         columns = max(16, columns // (4 if rows == 64 and not fp8 else 2))
         least = -(-LEAST_COPY * 32 * warps // (head_dim if fp8 else head_dim // 2))
-        columns = max(columns, min(64, 1 << (least - 1).bit_length()))
+        columns = max(columns, min(64, power_of_2(least)))
     alone = made and widest and element_bytes == 4 and code is None
     return Tile(rows, columns, warps, 1 if alone else 2 if wide else 3)
 
@@ -62,7 +62,7 @@ def partial_bytes(
 
 def elements_block(head_dim: int) -> int:
     """Elements of a tile that holds whole heads; a matrix product takes at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return max(16, power_of_2(head_dim))
 
 
 def elements(head_dim: int, code: RowCode | None) -> int:

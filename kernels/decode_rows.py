@@ -5,7 +5,7 @@ import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.launch import RowTile, launch
+from tiered.kernels.launch import RowTile, launch, power_of_2
 from tiered.kernels.row_base import RowBase, base_arguments
 from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values, row_scales
 from tiered.kernels.row_code import Code, RowLayout
@@ -73,4 +73,4 @@ def decode_rows(
 
 
 def tile_of(elements: int) -> RowTile:
-    return RowTile(BLOCK_ROWS, min(MOST_ELEMENTS, max(16, triton.next_power_of_2(elements))))
+    return RowTile(BLOCK_ROWS, min(MOST_ELEMENTS, max(16, power_of_2(elements))))

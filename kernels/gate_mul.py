@@ -42,7 +42,7 @@ def gate_mul(
         gate, up = _by_row(gate), _by_row(up)
         rows, width = gate.shape
         arguments, options = (gate, up, product, gate.stride(0), up.stride(0), width), {"TILE": TILE}
-        launch(_gate_mul, (rows, triton.cdiv(width, TILE)), *arguments, ACTIVATION=activation, **options, on=gate)
+        launch(_gate_mul, (rows, -(-width // TILE)), *arguments, ACTIVATION=activation, **options, on=gate)
     return product
 
 

@@ -8,6 +8,12 @@ from torch import Tensor
 VECTOR = 16  # most bytes that a thread loads or stores at once
 
 
+def power_of_2(count: int) -> int:
+    """The least power of 2 that is not below `count`, which is positive. Triton's own function is meant for kernels,
+    and takes the host ten times as long."""
+    return 1 << (count - 1).bit_length()
+
+
 class RowTile(NamedTuple):
     """Rows of a program, and elements of each of them; powers of two."""
 

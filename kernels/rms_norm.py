@@ -7,7 +7,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import launch, power_of_2
 from tiered.kernels.rms_norm_ref import Hidden, check_norm
 
 
@@ -53,7 +53,7 @@ def rms_norm(
     normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     if normed.numel() == 0:
         return normed
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     weight = None if weight is None else weight.contiguous()
     branch = None if branch is None else branch.contiguous()
     arguments = hidden, branch, weight, normed, *hidden.stride()[:2], rows, width, eps

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tiered.kernels.coded_rows import Heads
-from tiered.kernels.launch import RowTile, launch
+from tiered.kernels.launch import RowTile, launch, power_of_2
 from tiered.kernels.rotate_ref import Tables, check_rotation
 
 TILE_PAIRS = 512  # pairs of elements that a program rotates
@@ -66,11 +66,11 @@ def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch r
     arguments = *tensors, *heads.stride()[:3], *of_tables, *numbers.stride()[:2], rows, length
     # Without fusion, product and sum are rounded separately, as in torch.
     options = {"HALF": half, "SCATTERED": columns is not None, "TILE": tile, "enable_fp_fusion": False}
-    launch(_rotate, (triton.cdiv(rows, tile.rows), count, batch), *arguments, **options, on=heads)
+    launch(_rotate, (-(-rows // tile.rows), count, batch), *arguments, **options, on=heads)
     return rotated
 
 
 def tile_of(half: int) -> RowTile:
     """Rows of a program, and pairs of elements of each."""
-    pairs = triton.next_power_of_2(half)
+    pairs = power_of_2(half)
     return RowTile(max(1, TILE_PAIRS // pairs), pairs)

@@ -8,7 +8,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import VECTOR, RowTile, launch
+from tiered.kernels.launch import VECTOR, RowTile, launch, power_of_2
 
 TILE_ELEMENTS = 4096  # elements that a program moves; more would not fit its registers
 WARPS = 8
@@ -77,7 +77,7 @@ def scatter_rows(
 
 
 def tile_of(elements: int) -> RowTile:
-    block = 1 << (elements - 1).bit_length()
+    block = power_of_2(elements)
     return RowTile(max(1, TILE_ELEMENTS // block), block)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import launch, power_of_2
 from tiered.kernels.row_code import RowLayout
 from tiered.kernels.tile_product import tile_product
 from tiered.kernels.weight_product_ref import check_factors
@@ -50,7 +50,7 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 def tile_of(count: int, element_bytes: int) -> Tile:
     """The tile for `count` rows that fits the registers of its warps."""
-    return Tile(16, 32, 64) if element_bytes == 4 else Tile(min(128, max(16, triton.next_power_of_2(count))), 64, 64)
+    return Tile(16, 32, 64) if element_bytes == 4 else Tile(min(128, max(16, power_of_2(count))), 64, 64)
 
 
 def warps_of(tile: Tile) -> int:
