@@ -191,7 +191,8 @@ def test_experts_are_those_of_the_official_code_and_come_as_they_are_picked():
     assert last["families_identical"] and last["router_identical"] and last["experts_over_bound"] > 1
     assert study.last_line([told[0] | {"routed": False}])["router_identical"] is False
     assert last["load_peak_over_plan"] <= 1.1 and "| 64 experts, weights int4 |" in tables["experts_loaded"]
-    assert "| 2 of 64 |" in tables["experts_picked"] and "| 2 of 64, 30% stay, h100 |" in tables["experts_streamed"]
+    assert "| 2 of 64, branches 1.0 |" in tables["experts_picked"]
+    assert "| 2 of 64, branches 1.0, 30% stay |" in tables["experts_streamed"]
     for axes, why in (({"part": ["pick"]}, "'pick'"), ({"share": [1]}, "share = 1"), ({"width": [100]}, "width = 100")):
         with pytest.raises(ValueError, match=why):
             points("experts", **axes)

@@ -2,9 +2,8 @@
 another expert needs the slot.
 
 A layer's experts are used in groups: first those that are in slots, then the others as they arrive. While one group is
-used, the other groups are fetched, and then the experts that the next layer will probably pick: those that its router
-picks for this layer's input. A wrong guess costs a copy and changes no answer, so only guesses of a kind that was
-mostly right are fetched.
+used, the other groups are fetched. After them come guesses: experts that the next layer's router picks for this layer's
+input. A wrong guess costs a copy and changes no answer. So only guesses of a kind that was mostly right are fetched.
 """
 
 import weakref
@@ -22,7 +21,7 @@ from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
 GROUP = 8  # experts that arrive: few, so that copies overlap computation; several, so that they share one wait
-SURE = 0.8  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
+SURE = 0.85  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
 MEMORY = 256
 MOST_ROWS = 4  # an expert that this many rows would pick is hardly less sure than one that more rows would
 
@@ -83,8 +82,8 @@ class StreamedExperts:
 
 
 class _Guesses:
-    """The experts that a layer ahead will probably pick. Guesses are told apart by the rows that would pick the expert,
-    and by whether it has a slot: most picks recur, and those are the surer ones."""
+    """The experts that the next layer will probably pick. The kind of a guess is the number of rows that would pick the
+    expert, and whether it has a slot. Most picks recur, so guesses of experts in slots are surer."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, tuple[bool, int]] = {}  # of the last guesses, by expert
@@ -92,8 +91,12 @@ class _Guesses:
         self._made = self._right.copy()
 
     def make(self, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
-        """Those of the `likely` experts, given with their rows, whose like was mostly picked, the surest first.
-        `missing`: those without a slot."""
+        """The `likely` experts of a kind that was mostly right, the surest first.
+
+        Args:
+            likely: experts, and how many rows would pick each.
+            missing: experts without a slot.
+        """
         self._kinds = {expert: (expert in missing, min(rows, MOST_ROWS)) for expert, rows in likely.items()}
         shares = {expert: self._share(kind) for expert, kind in self._kinds.items()}
         return sorted((expert for expert in likely if shares[expert] >= SURE), key=shares.__getitem__, reverse=True)
