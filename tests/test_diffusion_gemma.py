@@ -22,6 +22,7 @@ from tiered.core.buffers import account_bytes
 from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
+from tiered.decoding.asking import next_pass
 from tiered.decoding.generators import Generators
 from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.tiled_sums import TiledSums
@@ -65,9 +66,9 @@ def first_step(runtime: Runtime, ids: Tensor, *, seed: int = 0, **call: Any) -> 
     """The forward of a call's first step, behind the forwards over the prompt."""
     with torch.no_grad(), runtime.begin(runtime.prepare(ids, seed=seed, **call)) as (denoiser, _):
         steps = denoiser.steps()
-        forward, pass_ = next(steps)
+        forward, pass_ = next_pass(steps)
         while pass_.kind in (StepKind.PREFILL, StepKind.COMMIT):
-            forward, pass_ = steps.send(forward.logits(pass_))
+            forward, pass_ = next_pass(steps, forward.logits(pass_))
         yield forward, pass_
 
 

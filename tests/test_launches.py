@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
+from workloads import served_reads
 from workloads.launches import count, counting
 from workloads.models import in_records
 from workloads.plain_layers import CONFIGS, ROWS, forward_of, host_time, without_kernels
@@ -67,6 +68,7 @@ def host_work(rows: Tensor) -> list[int]:
         (lambda rows: rows.isfinite().tolist(), {"eq": 1, "abs": 1, "ne": 1, "mul": 1}, {"tolist": 1}),
         (lambda rows: bool(rows[0, 0, 0, 0]), {}, {"__bool__": 1}),
         (lambda rows: int(rows.cpu().sum()), {}, {"cpu": 1}),
+        (lambda rows: int(rows.to("cpu").sum()), {}, {"to": 1}),
         (lambda rows: rows[rows > 0], {"gt": 1, "index": 1}, {"__getitem__": 1}),
         # In Triton: once for each time that its launcher starts it, and what torch does for it.
         (lambda rows: Rows.at(INDEX).put(rows.clone(), rows[:, :, :2]), {"clone": 1, "_scatter": 1}, {}),
@@ -168,3 +170,11 @@ def test_forwards_of_a_policy_launch_and_read_no_more_than_this(policy: str):
         assert all(found[name] <= at_most for name, at_most in zip(("launches", "reads", "outside"), most, strict=True))
         of = [row for row in rows if row["kind"] == kind and "op" in row]
         assert sum(row["launches"] for row in of) == pytest.approx(found["launches"])
+
+
+@pytest.mark.parametrize(("family", "policy"), [("sdar", "block_causal"), ("llada", "fast_dllm_dual")])
+def test_the_host_reads_once_in_a_round_of_eight_requests(family: str, policy: str):
+    """And once more in the round that ends all answers."""
+    found = served_reads.measure(family, policy, requests=8)
+    assert (found["forwards"], found["reads"], found["most_reads"]) == (1, 1, 2)
+    assert sum(found["read"].values()) * found["rounds"] == pytest.approx(8 + 1)

@@ -19,6 +19,7 @@ from tiered.forward.parts import CanvasLimits
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
+from tiered.kernels.host_values import on_device
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall
@@ -47,14 +48,14 @@ def denoiser(
     if prior is None and shape.noise == "random":
         prior = generators.tokens(sizes.answer or 0, shape.vocab_size)
     canvas = Canvas(
-        call.packed.ids.to(device),
-        call.packed.pads.to(device),
+        on_device(call.packed.ids, device),
+        call.packed.pads,
         max_new_tokens=options.max_new_tokens,
         trailing=options.trailing_noise,
         block_length=options.block,
         mask_token_id=model.mask_token_id,
         prior=None if prior is None else prior.to(device),
-        tails=call.packed.tails.to(device) if shape.block_causal else None,
+        tails=call.packed.tails if shape.block_causal else None,
     )
     if streamer is not None:
         streamer.put(call.prompts.ids)

@@ -148,16 +148,15 @@ class GenerationOutput:
     ) -> "GenerationOutput":
 
         def behind_prompts(answers: Tensor) -> Tensor:
-            return torch.cat([prompts.ids.to(answers.device), answers], dim=1)
+            return torch.cat([on_device(prompts.ids, answers.device), answers], dim=1)
 
-        answers = denoised.answers
+        answers = denoised.answers_read
         before_end = is_any(answers, ends).cumsum(dim=1) == 0
-        columns = torch.arange(answers.shape[1], device=answers.device)
-        before_end &= columns < on_device(denoised.lengths, answers.device)[:, None]
+        before_end &= torch.arange(answers.shape[1]) < torch.tensor(denoised.lengths)[:, None]
         tokens = before_end.sum(dim=1)
         text, thinking = None, None
         if tokenizer is not None:
-            kept = [answer[mask].tolist() for answer, mask in zip(answers.cpu(), before_end.cpu(), strict=True)]
+            kept = [answer[mask].tolist() for answer, mask in zip(answers, before_end, strict=True)]
             template = response_template(tokenizer) if prompts.chat else None
             text = tokenizer.batch_decode(kept, skip_special_tokens=template is None)
             if template is not None:
@@ -169,14 +168,14 @@ class GenerationOutput:
         timings = Timings(total=denoised.seconds, first_block=first_block, steps=steps, tokens=int(tokens.sum()))
         return cls(
             choice=choice,
-            sequences=behind_prompts(answers),
+            sequences=behind_prompts(denoised.answers),
             text=text,
             thinking=thinking,
             num_forwards=len(steps),
             forwards=denoised.forwards,
             rows_per_step=denoised.rows,
             experts_per_step=denoised.experts if any(denoised.experts) else [],
-            tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
+            tokens_per_forward=tokens / torch.tensor(denoised.forwards),
             steps_by_kind={kind.value: count for kind, count in denoised.steps_by_kind.items()},
             memory=memory,
             timings=timings,

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 import tiered
 from tiered.core.buffers import phase_bytes
 from tiered.core.features import Account
+from tiered.decoding.asking import next_pass
 from tiered.decoding.generators import Generators
 from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.sampling import propose as propose_tokens
@@ -94,9 +95,9 @@ def _our_logits(folder: str, prompt: Tensor, canvas: Tensor) -> Tensor:
     call = runtime.prepare(prompt, prior=canvas, max_new_tokens=CANVAS, seed=0)
     with torch.no_grad(), runtime.begin(call) as (denoiser, _):
         steps = denoiser.steps()
-        forward, pass_ = next(steps)
+        forward, pass_ = next_pass(steps)
         while pass_.kind is not StepKind.STEP:
-            forward, pass_ = steps.send(forward.answer(pass_))
+            forward, pass_ = next_pass(steps, forward.answer(pass_))
         return forward.logits(pass_)
 
 

@@ -110,14 +110,15 @@ class _OnCuda(TorchFunctionMode):
                 self.counting.launched("host to device")
                 return made.detach()  # another tensor, which is the device's
             return tree_map_only(Tensor, _of_host, made)
-        if name in READS or (name == "__getitem__" and _by_flags(args[1])):
+        to_host = name == "cpu" or (name == "to" and any(isinstance(each, str) and each == "cpu" for each in args))
+        if to_host or name in READS or (name == "__getitem__" and _by_flags(args[1])):
             self.counting.read(name)
         if name in WHOLE:
             self.counting.launched(name)
             with self.silence():
                 return func(*args, **kwargs)
         made = func(*args, **kwargs)
-        return _of_host(made.detach()) if name == "cpu" else made
+        return _of_host(made.detach()) if to_host else made
 
 
 class _Operations(TorchDispatchMode):

@@ -16,6 +16,7 @@ import tiered
 from tiered.clustering.allocation import auto_clusters
 from tiered.core.checks import unknown_name
 from tiered.core.modes import call_modes
+from tiered.decoding.asking import next_pass
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
@@ -169,7 +170,7 @@ def forced(runtime: Runtime, chat: Any, call: Mapping[str, Any], none: Sequence[
     with runtime.begin(runtime.prepare(chat, **call)) as (denoiser, _):
         canvas, steps = denoiser.canvas, denoiser.steps()
         try:
-            forward, pass_ = next(steps)
+            forward, pass_ = next_pass(steps)
             while True:
                 start = pass_.final
                 assert isinstance(start, int), "one border, since there is one sequence"
@@ -177,7 +178,7 @@ def forced(runtime: Runtime, chat: Any, call: Mapping[str, Any], none: Sequence[
                 logits = forward.logits(pass_)
                 theirs = none[len(seen)].none[None] if none else logits
                 seen.append(Forced(logits[0].clone(), theirs[0].clone(), pending))
-                forward, pass_ = steps.send(theirs.clone())
+                forward, pass_ = next_pass(steps, theirs.clone())
         except StopIteration:
             pass
     assert not none or len(seen) == len(none), "the same tokens take the same steps"

@@ -26,13 +26,10 @@ def measure(family: str, policy: str, *, requests: int) -> dict[str, Any]:
     """
     runtime = Runtime(model_of(family, layers=2), policy=make_policy(policy), name="random")
     generator = torch.Generator().manual_seed(0)
-    calls = [
-        runtime.prepare(torch.randint(0, 120, (1, PROMPTS[each % 2]), generator=generator), **CALL)
-        for each in range(requests)
-    ]
     scheduler, reads, forwards = Scheduler(runtime, max_running=requests), list[int](), list[int]()
-    running = [scheduler.submit(call) for call in calls]
     with counting() as found:
+        prompts = [torch.randint(0, 120, (1, PROMPTS[each % 2]), generator=generator) for each in range(requests)]
+        running = [scheduler.submit(runtime.prepare(prompt, **CALL)) for prompt in prompts]
         while not any(request.over for request in running):
             before = found.reads.total(), scheduler.counts.forwards
             with found.span(Op.STEP):

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.rows import Rows
+from tiered.kernels.host_values import on_device
 
 PROMPT = -1
 PENDING = 2**31 - 1
@@ -75,13 +76,15 @@ class Canvas:
     ) -> None:
         """
         Args:
-            prompts: left-padded ids, of which the first `pads[b]` are padding.
+            prompts: left-padded ids on the device, of which the first `pads[b]` are padding.
+            pads: on the host.
             prior: initial noise of answers, followed by that of `trailing` columns, which stays; None for masks.
-            tails: number of tokens of each tail. The last columns of `prompts` are tails; ids behind a shorter tail
-                have no meaning.
+            tails: number of tokens of each tail, on the host. The last columns of `prompts` are tails; ids behind a
+                shorter tail have no meaning.
         """
         batch, columns = prompts.shape
-        self.tails, self.tail_counts = tails, [0] * batch if tails is None else list[int](tails.tolist())
+        self.tails = tails if tails is None else on_device(tails, prompts.device)
+        self.tail_counts = [0] * batch if tails is None else list[int](tails.tolist())
         self.prompt_length = columns - max(self.tail_counts)
         self.block_length = block_length
         self._own_blocks = [max_new_tokens // block_length] * batch
@@ -95,13 +98,13 @@ class Canvas:
         self.tokens = torch.cat([prompts, prior], dim=1)
         self.committed_at = torch.full_like(self.tokens, PROMPT, dtype=torch.int32)
         self.committed_at[:, self.prompt_length :] = PENDING
-        if tails is not None:
+        if self.tails is not None:
             first = slice(self.prompt_length, columns)
-            prompt = torch.arange(columns - self.prompt_length, device=prompts.device) < tails[:, None]
+            prompt = torch.arange(columns - self.prompt_length, device=prompts.device) < self.tails[:, None]
             self.tokens[:, first].masked_fill_(~prompt, mask_token_id)
             self.committed_at[:, first].masked_fill_(prompt, PROMPT)
         self.rows = Rows.span(0, self.length, self.tokens.device)
-        self.pads, self.pad_counts = pads, list[int](pads.tolist())
+        self.pads, self.pad_counts = on_device(pads, prompts.device), list[int](pads.tolist())
         self.padded = any(self.pad_counts)
         self.numbers = list(range(batch))
 

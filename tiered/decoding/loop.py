@@ -1,9 +1,8 @@
 """The denoising loop, block after block: rows of the policy, forward, proposals, commit."""
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool
@@ -12,6 +11,7 @@ from torch import Tensor
 from tiered.core.errors import NonFiniteError
 from tiered.core.ops import Op
 from tiered.core.spans import span, spanned
+from tiered.decoding.asking import Asking, next_pass, read
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.not_finite import cause, first_broken
@@ -25,9 +25,6 @@ from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import PolicyState, Step, StepKind
-
-T = TypeVar("T")
-Asking = Generator[Asked, Logits | LogitTiles, T]
 
 
 class Denoiser:
@@ -68,15 +65,16 @@ class Denoiser:
         """Denoise every block once with each rule."""
         steps = self.steps()
         try:
-            asked = next(steps)
+            asked = next_pass(steps)
             while True:
                 asked = _answered(steps, *asked)
         except StopIteration as done:
             return done.value
 
     def steps(self) -> "Asking[GenerationState]":
-        """`run` as a generator, for a caller that computes the forwards. It yields each pass; the caller sends its
-        logits, or throws its `ValueError`."""
+        """`run` as a generator, for a caller that computes the forwards and reads the device. It yields each pass; the
+        caller sends its logits, or throws its `ValueError`. It yields each tensor to read; the caller sends it from the
+        host."""
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
@@ -88,6 +86,7 @@ class Denoiser:
             yield from self._denoise(final=rule is self._rules[-1])
         self._result.updates = self.policy.updates if isinstance(self.policy, Traced) else ()
         self._result.seconds = time.perf_counter() - began
+        self._result.answers_read = yield from read(self._result.answers)
         return self._result
 
     def _denoise(self, *, final: bool) -> "Asking[None]":
@@ -116,7 +115,7 @@ class Denoiser:
                 remaining = yield from self._step(step, remaining, final=final)
             self._result.step_seconds.append(time.perf_counter() - began)
             step = replace(step, number=step.number + 1, remasked=False)
-        self._publisher.block(start, stop, self._ended, final=final)
+        yield from self._publisher.block(start, stop, self._ended, final=final)
 
     def _write(self, step: Step, asked: Pass) -> "Asking[None]":
         began, result = time.perf_counter(), self._result
@@ -155,6 +154,7 @@ class Denoiser:
             asked = replace(asked, rows=asked.rows.only(here[:, None]))
         logits, output = (yield from self._logits(step, asked, here)), asked.rows[asked.output]
         candidates = self._proposer.candidates(self.rule, step, logits, output, pending, remaining)
+        del logits  # other calls have their forwards before this call reads
         if self._shift is not None:
             candidates = replace(candidates, shift=self._shift.shift)
         committed = self._commit(step, candidates, here)
@@ -165,7 +165,7 @@ class Denoiser:
         result.experts.append(self.forward.experts_picked)
         for number, is_active in zip(canvas.numbers, active, strict=True):
             result.forwards[number] += is_active
-        left, ended, broken = self._where_sequences_stand(step, candidates)
+        left, ended, broken = yield from self._where_sequences_stand(step, candidates)
         if any(broken):
             raise self._not_finite(step, broken, self._first_broken(step))
         # If blocks are finished first, their ends are looked for afterwards.
@@ -209,19 +209,22 @@ class Denoiser:
         canvas.commit(start, final, canvas.tokens[:, start:stop], clock)
         return changed
 
-    @spanned(Op.COMMIT)
-    def _where_sequences_stand(self, step: Step, candidates: Candidates) -> tuple[list[int], list[bool], list[bool]]:
+    def _where_sequences_stand(
+        self, step: Step, candidates: Candidates
+    ) -> "Asking[tuple[list[int], list[bool], list[bool]]]":
         """The number of pending rows of each sequence, whether it has ended, and whether its logits were not finite. A
         sequence has ended if an end-of-sequence token and all tokens before it are fixed. This is the only host
         synchronisation of a step."""
         assert candidates.broken is not None, "the proposer looks for it"
-        pending = self.canvas.pending(step.start, step.stop)
-        left = pending.sum(dim=1)
-        ended = torch.zeros_like(left, dtype=torch.bool)
-        if self._publisher.stop_at_eos:
-            ends = self.canvas.ends(step.start, step.stop, self._publisher.ends)
-            ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
-        left, ended, broken = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)]).tolist()
+        with span(Op.COMMIT):
+            pending = self.canvas.pending(step.start, step.stop)
+            left = pending.sum(dim=1)
+            ended = torch.zeros_like(left, dtype=torch.bool)
+            if self._publisher.stop_at_eos:
+                ends = self.canvas.ends(step.start, step.stop, self._publisher.ends)
+                ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
+            standing = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)])
+            left, ended, broken = (yield from read(standing)).tolist()
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
 
     def _first_broken(self, step: Step) -> str | None:
@@ -257,5 +260,5 @@ def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -
     try:
         logits = forward.answer(pass_)
     except ValueError as error:
-        return steps.throw(error)
-    return steps.send(logits)
+        return next_pass(steps, error)
+    return next_pass(steps, logits)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tiered.core.canvas import Canvas, is_any
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.decoding.asking import Asking, read
 from tiered.decoding.observers import Streamer
 from tiered.decoding.rules.base import Candidates
 from tiered.kernels.host_values import on_device
@@ -25,6 +26,7 @@ class GenerationState:
 
     Attributes:
         answers: final ids of every sequence of the call; answers of fewer blocks than others are padded.
+        answers_read: `answers` on the host, once the call is over.
         lengths: tokens of each answer, without such padding.
         forwards: forwards of each sequence.
         steps_by_kind: number of steps of the batch, by kind.
@@ -37,6 +39,7 @@ class GenerationState:
     """
 
     answers: Int[Tensor, "batch answer"]
+    answers_read: Int[Tensor, "batch answer"] = field(init=False)
     lengths: list[int]
     forwards: list[int]
     steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
@@ -106,7 +109,7 @@ class OutputWriter:
             still[self._places()] = pending if final else True
             self._put_open(self._from_prompts(columns, start).cpu(), self._from_prompts(still, start).cpu())
 
-    def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> None:
+    def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> "Asking[None]":
         """Publish a finished block; `final`: whether no later pass changes it."""
         self.publish(start, stop, ended)
         if self._streamer is None or not final:
@@ -114,7 +117,7 @@ class OutputWriter:
         # If answers begin in different columns of a block, only columns that the shortest answer has are sent.
         whole = all(ended) or stop == self.canvas.prompt_length + self._columns.shape[1]
         last = stop - self.canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
-        done = self.result.answers[:, :last].cpu()
+        done = yield from read(self.result.answers[:, :last])
         ends = is_any(done, self.ends)
         if self.stop_at_eos and ends.any(dim=1).all():
             last = int(ends.int().argmax(dim=1).max()) + 1

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from itertools import count
@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from tiered.core.features import Account
+from tiered.decoding.asking import Answer, Asking, go_on
 from tiered.decoding.observers import Streamer
 from tiered.decoding.output_writer import GenerationState
 from tiered.forward.forward import Asked
 from tiered.forward.together import shared_bytes
-from tiered.models.logit_tiles import LogitTiles
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -60,7 +60,8 @@ class Request:
         output: output of the call; None unless the request is done.
         error: error of the request; None unless it ended with one.
         arrived, ended: seconds of `time.monotonic`; `ended` is None before the end.
-        asked: the next pass, and the layers that it goes through; None if there is none.
+        asked: the next pass, and the layers that it goes through, or a tensor to read before it; None if there is
+            neither.
         turn: number of the round that served the request last.
     """
 
@@ -80,12 +81,12 @@ class Request:
         self.error: Exception | None = None
         self.arrived = time.monotonic()
         self.ended: float | None = None
-        self.asked: Asked | None = None
+        self.asked: Asked | Tensor | None = None
         self.turn = -1
         self._streamer, self._on_end, self._seconds = streamer, on_end, seconds
         self._cancelled = False
         self._held = ExitStack()
-        self._steps: Generator[Asked, Tensor, GenerationState] | None = None
+        self._steps: Asking[GenerationState] | None = None
         self._tiers: Tiers | None = None
 
     def __repr__(self) -> str:
@@ -115,16 +116,16 @@ class Request:
             held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
             denoiser, self._tiers = held.enter_context(runtime.begin(self.call, streamer=self._streamer, beside=beside))
             self._steps = denoiser.steps()
-            self.asked = next(self._steps)
+            self.asked = go_on(self._steps)
             self._held = held.pop_all()
         self.state = RequestState.RUNNING
 
-    def advance(self, runtime: Runtime, answer: Tensor | LogitTiles | ValueError) -> None:
-        """Pass the logits, or an error in their place, to the loop, which runs to its next forward or its end."""
+    def advance(self, runtime: Runtime, answer: Answer | ValueError) -> None:
+        """Pass the logits, an error in their place, or the tensor on the host to the loop, which runs to its next
+        forward or read, or its end."""
         assert self._steps is not None, "it has begun"
         try:
-            send: Any = self._steps.throw if isinstance(answer, ValueError) else self._steps.send
-            self.asked = send(answer)
+            self.asked = go_on(self._steps, answer)
         except StopIteration as done:
             moved = None if self._tiers is None else self._tiers.ended()
             self._free()

@@ -3,9 +3,10 @@
 On the CPU each answer is the same as alone, bit for bit; `tiered.forward.together` explains why, and why not on CUDA.
 
 Every request has its own canvas, store, rule, seed and clock, and yields one forward at a time. A round runs one
-forward of each request. Compatible forwards go through the layers together, the others alone. A round runs only one
-long forward, such as the first pass over a long prompt. It pauses after every `max_prefill_rows` rows times layers for
-a round of the other requests.
+forward of each request. Compatible forwards go through the layers together, the others alone. Then the host reads once
+how far all requests are. It reads once more for blocks that end and are streamed, and for answers that end. A round
+runs only one long forward, such as the first pass over a long prompt. It pauses after every `max_prefill_rows` rows
+times layers for a round of the other requests.
 """
 
 import logging
@@ -17,10 +18,10 @@ from torch import Tensor
 from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
 from tiered.core.modes import call_modes
+from tiered.decoding.asking import Answer, read_together
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.forward import Asked
 from tiered.forward.together import groups_of, logits_together, shareable
-from tiered.models.logit_tiles import LogitTiles
 from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -202,7 +203,8 @@ class Scheduler:
 
     def _serve(self) -> None:
         self._round += 1
-        asking = [(each, asked) for each in self._running if (asked := each.asked) and each is not self._long]
+        running = [each for each in self._running if each is not self._long]
+        asking = [(each, asked) for each in running if isinstance(asked := each.asked, tuple)]
         short = [(request, asked) for request, asked in asking if asked[1].count <= self.max_prefill_rows]
         shared = [(request, asked) for request, asked in short if shareable(*asked)]
         for numbers in groups_of([pass_ for _, (_, pass_) in shared]):
@@ -210,9 +212,11 @@ class Scheduler:
         for request, asked in short:
             if not shareable(*asked):
                 self._forward([(request, asked)])
+        self._read()
         long = [(request, asked) for request, asked in asking if asked[1].count > self.max_prefill_rows]
         if long and self._long is None:
             self._forward_long(*min(long, key=lambda each: (each[0].turn, each[0].number)))
+            self._read()
         self._let_leave()
 
     def _forward_long(self, request: Request, asked: Asked) -> None:
@@ -243,7 +247,7 @@ class Scheduler:
             self.counts.forwards += 1
             self.counts.taken += len(group)
             try:
-                answers: Sequence[Tensor | LogitTiles | Exception] = logits_together([asked for _, asked in group])
+                answers: Sequence[Answer | Exception] = logits_together([asked for _, asked in group])
             except Exception as error:
                 if len(group) > 1:  # alone, only the request that caused the error fails
                     _LOG.warning("a shared forward failed", exc_info=error)
@@ -254,7 +258,14 @@ class Scheduler:
             for (request, _), answer in zip(group, answers, strict=True):
                 self._advance(request, answer)
 
-    def _advance(self, request: Request, answer: Tensor | LogitTiles | Exception) -> None:
+    def _read(self) -> None:
+        """Read what requests ask for, in one read for all of them, until each asks for a forward or is over."""
+        with self.counts.clock.of(Work.MODEL):
+            while asking := [(each, asked) for each in self._running if isinstance(asked := each.asked, Tensor)]:
+                for (request, _), found in zip(asking, read_together([asked for _, asked in asking]), strict=True):
+                    self._advance(request, found)
+
+    def _advance(self, request: Request, answer: Answer | Exception) -> None:
         request.turn = self._round
         try:
             if isinstance(answer, Exception) and not isinstance(answer, ValueError):
