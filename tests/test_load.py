@@ -45,7 +45,7 @@ def test_requests_of_the_model_that_sees_blocks_run_in_three_ways():
     rows = rows_of({"part": ["blocks"], "clients": [3], "requests": [3], "answer": [16]})
     assert [row["way"] for row in rows] == ["one at a time", "no forward shared", "together"]
     in_turn, apart, together = (row["forwards"] for row in rows)
-    assert len({row["tokens"] for row in rows}) == 1 and in_turn == apart
+    assert len({row["tokens"] for row in rows}) == 1 and in_turn == apart > 2 * together
     assert {row["model"] for row in rows} == {"embedded-blocks"}
     told = load.last_line([row | {"clients": 16} for row in rows])
     over = rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"]
