@@ -57,8 +57,7 @@ def lloyd(
         empty = torch.zeros_like(start[..., 0]).scatter_add_(1, nearest, weight) == 0
         # Each empty cluster gets the direction of another one of the rows farthest from their clusters.
         picks = _farthest(farthest - cosine, empty, units.rounding)
-        moved = normalised(sums, directions)
-        directions = torch.where(empty[..., None], normalised(units.take(picks), moved), moved)
+        directions = normalised(torch.where(empty[..., None], units.take(picks), sums), directions)
     return _assign(units, directions, None)
 
 
@@ -71,10 +70,11 @@ def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[T
     first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1]):
         # In this order of factors the product of few directions and many rows is faster on the CPU.
-        cosine[here, span], best = (directions[here] @ tile.mT).max(1)
-        nearest[here, span] = first[here].gather(1, best)
+        best = nearest[here, span]
+        torch.max(directions[here] @ tile.mT, 1, out=(cosine[here, span], best))
+        best.copy_(first[here].gather(1, best))
         if sums is not None:
-            add_by_cluster(sums[here], tile, nearest[here, span])
+            add_by_cluster(sums[here], tile, best)
     return nearest, cosine
 
 
@@ -100,7 +100,7 @@ def _farthest(
     """The row of the i-th highest rank for a group's i-th empty cluster, and any row for other clusters. Of ranks that
     differ by less than a step, or less than `apart`, the first row's counts as higher."""
     most = rank.amax(1, keepdim=True)
-    order = ((most - rank) / (most / STEPS).clamp_min(apart)).floor().argsort(dim=1, stable=True)
+    order = (most - rank).floor_divide((most / STEPS).clamp_min(apart)).argsort(dim=1, stable=True)
     return order.gather(1, (empty.cumsum(1) - 1).clamp_min(0))
 
 

@@ -78,8 +78,8 @@ class UnitRows:
     def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:
         """The unit rows at `picks`; zero rows are zeros, and invalid rows are undefined."""
         inverse = self.inverse.gather(1, picks)[..., None]
-        picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2])).float()
-        return picked.mul_(inverse)
+        picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2]))
+        return (picked * inverse).float()  # a product with float32 is not rounded to the dtype of the rows
 
 
 def normalised(

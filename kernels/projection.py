@@ -15,6 +15,9 @@ from tiered.kernels.weight_product_ref import weight_product
 # Row counts for which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
 # widths 512 to 4096, MKL on AVX2). Fewer or more rows gain nothing or lose. CUDA's library chooses for itself.
 FEW_ROWS = range(16, 257)
+# Row counts for which a CPU sums the products of a row in one order, whatever the other rows: `project`, in one or two
+# threads. Of other counts it multiplies one to three rows by themselves, in another order.
+ONE_ORDER = frozenset({4, 8, *range(12, FEW_ROWS.stop)})
 
 
 def project(

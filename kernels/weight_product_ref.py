@@ -1,5 +1,6 @@
 """Rows times a coded weight: the oracle, in plain torch, used on the CPU."""
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -19,7 +20,9 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
     step = max(1, TILE_ELEMENTS // inner)
     for start in range(0, out, step):
         part = slice(start, start + step)
-        product[part] = weight[part].values() @ rows.t()
+        values = weight[part].values()
+        # As in projection.py: fewer rows are the left factor, so that their sums come in the same order.
+        product[part] = values @ rows.t() if len(rows) >= 16 else F.linear(rows, values).t()
     return product.t()
 
 

@@ -43,7 +43,7 @@ PAGES = {
         for mark in ("experts_picked", "experts_streamed", "experts_loaded")
     },
     ("drops", "weights_lost"): "docs/measurements/weights.md",
-    **{("load", mark): "docs/measurements/load.md" for mark in ("load", "load_join")},
+    **{("load", mark): "docs/measurements/load.md" for mark in ("load", "load_join", "load_blocks")},
     **{
         ("selection", mark): "docs/measurements/selection.md"
         for mark in ("selection", "selection_kl", "selection_renewed")

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from measuring.study import points_of, study_named
 from training import tasks
-from workloads.subjects import local
 
 import tiered
 
@@ -19,7 +18,7 @@ def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [
         {"point": point.key, "run": 0, "status": "ok"} | dict(point.settings) | row
         for point in points_of(load, whole, COMMON)
-        for row in load.measure(point.settings, **local(whole))
+        for row in load.measure(point.settings, **load.local(whole))
     ]
 
 
@@ -40,6 +39,21 @@ def test_clients_share_forwards_and_get_the_same_tokens():
     assert told["scheduler_share"] == round(rows[1]["own_share"], 4)
     lines = load.tables(rows)["load"].splitlines()
     assert len(lines) == 4 and "4 clients, `fast_dllm_dual`, together" in lines[3]
+
+
+def test_requests_of_the_model_that_sees_blocks_run_in_three_ways():
+    rows = rows_of({"part": ["blocks"], "clients": [3], "requests": [3], "answer": [16]})
+    assert [row["way"] for row in rows] == ["one at a time", "no forward shared", "together"]
+    in_turn, apart, together = (row["forwards"] for row in rows)
+    assert len({row["tokens"] for row in rows}) == 1 and in_turn == apart > 2 * together
+    assert {row["model"] for row in rows} == {"embedded-blocks"}
+    told = load.last_line([row | {"clients": 16} for row in rows])
+    over = rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"]
+    assert told["blocks_tokens_over_alone_at_16"] == round(over, 3)
+    assert told["blocks_forwards_per_token_at_16"] == round(together / rows[2]["tokens"], 4)
+    assert told["tokens_over_one_at_a_time"] is told["scheduler_share"] is told["forwards_at_16"] is None
+    lines = load.tables(rows)["load_blocks"].splitlines()
+    assert len(lines) == 5 and "3 clients, no forward shared" in lines[3]
 
 
 def test_a_pass_in_chunks_has_steps_in_between():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.projection import adjoining, project, project_joined
+from tiered.kernels.projection import ONE_ORDER, adjoining, project, project_joined
 from tiered.kernels.row_code import WeightCode
 
 
@@ -17,6 +17,21 @@ def test_every_row_count_gives_the_plain_product(rows: tuple[int, ...]) -> None:
     out = project(hidden, weight)
     assert out.shape == (*rows, 40)
     torch.testing.assert_close(out.double(), hidden.double() @ weight.double().T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("code", [None, *WeightCode])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_has_the_same_bits_among_any_rows(threads: int, code: WeightCode | None) -> None:
+    hidden, values = torch.randn(max(ONE_ORDER), 192), torch.randn(320, 192)
+    weight = values if code is None else CodedRows.of(values, code)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        every = project(hidden, weight)
+        counts = [rows for rows in sorted(ONE_ORDER) if rows < 40 or rows % 8 < 2]
+        assert all(torch.equal(project(hidden[:rows], weight), every[:rows]) for rows in counts)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_gradients_reach_both_factors() -> None:

@@ -38,7 +38,7 @@ CHECKPOINTS = {
     "llada2": "llada2/llada2_tiny",
     "diffusion-gemma": "diffusion_gemma/dgemma_tiny",
 }
-# What requests may ask for, by whether the model knows masks. Steps of 16 rows or more are shared; those of 6 go alone.
+# What requests may ask for, by whether the model knows masks. Steps of 8, 16 or more rows are shared; not those of 6.
 MASKS: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_length": 16, "steps": 8},
     {"max_new_tokens": 48, "block_length": 16, "confidence_threshold": 0.3},

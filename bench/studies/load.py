@@ -2,17 +2,21 @@
 
 `--part clients`: each of so many clients asks again as soon as it is answered; every point is served twice in the same
 process, one request at a time and together. `--part join`: a request that runs while the first pass over a prompt of
-`--context` tokens is cut into chunks of `--rows` rows (0: in one piece).
+`--context` tokens is cut into chunks of `--rows` rows (0: in one piece). `--part blocks`: the clients ask the embedded
+model that sees blocks, under its own policy and in its own blocks; a third time they run together and share no forward.
 
     python bench/measure.py load                                              # a quarter of an hour on two idle cores
     python bench/measure.py load --keep --part join --context 3968
+    python bench/measure.py load --keep --part blocks --clients 1,4,16
 
 The last line of stdout says, each null as long as its rows are missing,
 
-    tokens_over_one_at_a_time   tokens a second of all clients together over those in turn: the smallest
-    first_block_at_16           of 16 clients, the median time to the first block over that in turn
-    forwards_at_16              of 16 clients, forwards a token of answers over that in turn
-    scheduler_share             of a round's time, the scheduler's own: the largest
+    tokens_over_one_at_a_time       tokens a second of all clients together over those in turn: the smallest
+    first_block_at_16               of 16 clients, the median time to the first block over that in turn
+    forwards_at_16                  of 16 clients, forwards a token of answers over that in turn
+    scheduler_share                 of a round's time, the scheduler's own: the largest
+    blocks_tokens_over_alone_at_16  part `blocks`: of 16 clients, tokens a second together over those in turn
+    blocks_forwards_per_token_at_16 part `blocks`: of 16 clients together, forwards a token of answers
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +26,21 @@ from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
 from workloads import load
-from workloads.load import IN_TURN, TIMED, TOGETHER
-from workloads.subjects import SIZES, local, points_of
+from workloads.load import BLOCKS, IN_TURN, TIMED, TOGETHER
+from workloads.subjects import SIZES, points_of
+from workloads.subjects import local as local_of
 
 from tiered.core.checks import unknown_name
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 CALL: Axes = {"context": [256], "answer": [128], "block": [32], "confidence": [None]}
-PARTS = {"clients": load.clients, "join": load.join}
+PARTS = {"clients": load.clients, "join": load.join, "blocks": load.clients}
 AXES: Axes = {
     **SIZES, "model": ["embedded"], **CALL, "policy": ["fast_dllm_dual"], "part": ["clients"],
     "clients": [1, 4, 16, 64], "requests": [128], "rows": [128, 512, 0],
 }  # fmt: skip
-QUICK: Axes = {"part": ["clients", "join"], "clients": [2], "requests": [4], "rows": [128], "answer": [64]}
+QUICK: Axes = {"part": [*PARTS], "clients": [2], "requests": [4], "rows": [128], "answer": [64]}
 OF: Sequence[str] = ("way",)
 COLUMNS = {
     "requests/s": "{requests_per_second:.2f}",
@@ -54,14 +59,24 @@ JOINED = {
 }
 
 
+def local(axes: Axes) -> dict[str, Any]:
+    """Where the models are, that of part `blocks` among them."""
+    return local_of({**axes, "model": [*axes["model"], BLOCKS]})
+
+
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """Of every part those of its own axes."""
-    own = {"clients": ("clients", "requests"), "join": ("rows",)}
+    asked = ("context", "answer", "confidence", "clients", "requests")
     for part in axes["part"]:
-        if part not in PARTS:
+        if part == "clients":
+            found = points_of(axes, *CALL, "policy", "clients", "requests")
+        elif part == "join":
+            found = points_of(axes, *CALL, "policy", "rows")
+        elif part == "blocks":
+            found = points_of({**axes, "model": [BLOCKS]}, *asked)
+        else:
             raise unknown_name("part", part, PARTS)
-        for settings in points_of(axes, *CALL, "policy", *own[part]):
-            yield {"part": part} | settings
+        yield from ({"part": part} | settings for settings in found)
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -75,27 +90,32 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     for part, name, columns in (
         ("clients", "{clients} clients, `{policy}`, {way}", COLUMNS),
         ("join", "{context} tokens join, `{policy}`, {rows} rows", JOINED),
+        ("blocks", "{clients} clients, {way}", COLUMNS),
     ):
         own = [{"way": "", **row} for row in found if row["part"] == part]
         if own:
-            told[f"load_{part}" if part == "join" else "load"] = rows_table(name, columns, own)
+            told["load" if part == "clients" else f"load_{part}"] = rows_table(name, columns, own)
     return told
 
 
 def last_line(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """What the last line says of the figures that have goals, of medians over rounds."""
-    ways: dict[str, dict[int, dict[str, Any]]] = {IN_TURN: {}, TOGETHER: {}}
-    for row in merged(rows, of=OF, timed=TIMED):
-        if row["part"] == "clients" and row["status"] == "ok":
-            ways[row["way"]][row["clients"]] = row
+    good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
-    def over(figure: str, clients: int) -> float:
-        return round(ways[TOGETHER][clients][figure] / ways[IN_TURN][clients][figure], 3)
+    def by_clients(part: str, way: str) -> dict[int, dict[str, Any]]:
+        return {row["clients"]: row for row in good if row["part"] == part and row["way"] == way}
 
-    both = ways[TOGETHER].keys() & ways[IN_TURN].keys()
+    def over(figure: str, part: str, clients: int) -> float | None:
+        together, in_turn = (by_clients(part, way).get(clients) for way in (TOGETHER, IN_TURN))
+        return round(together[figure] / in_turn[figure], 3) if together and in_turn else None
+
+    shared, blocks = (by_clients(part, TOGETHER) for part in ("clients", "blocks"))
+    tokens = [over("tokens_per_second", "clients", each) for each in shared]
     return {
-        "tokens_over_one_at_a_time": min((over("tokens_per_second", each) for each in both), default=None),
-        "first_block_at_16": over("first_p50_ms", 16) if 16 in both else None,
-        "forwards_at_16": over("forwards_per_token", 16) if 16 in both else None,
-        "scheduler_share": max((round(row["own_share"], 4) for row in ways[TOGETHER].values()), default=None),
+        "tokens_over_one_at_a_time": min((each for each in tokens if each is not None), default=None),
+        "first_block_at_16": over("first_p50_ms", "clients", 16),
+        "forwards_at_16": over("forwards_per_token", "clients", 16),
+        "scheduler_share": max((round(row["own_share"], 4) for row in shared.values()), default=None),
+        "blocks_tokens_over_alone_at_16": over("tokens_per_second", "blocks", 16),
+        "blocks_forwards_per_token_at_16": round(blocks[16]["forwards_per_token"], 4) if 16 in blocks else None,
     }

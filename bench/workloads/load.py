@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from measuring.worker import refusing
@@ -13,12 +14,14 @@ from training import tasks
 
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
+from tiered.serving import scheduler as scheduling
 from tiered.serving.counts import Work
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 from workloads.subjects import RANDOM, loaded, prompts, variant_named
 
-TOGETHER, IN_TURN = "together", "one at a time"
+TOGETHER, IN_TURN, APART = "together", "one at a time", "no forward shared"
+BLOCKS = "embedded-blocks"  # the embedded model that sees blocks
 TIMED = (
     *("seconds", "requests_per_second", "tokens_per_second", "own_share", "first_p50_ms", "first_p99_ms"),
     *("end_p50_ms", "end_p99_ms", "gap_p50_ms", "gap_p99_ms", "gap_max_ms", "first_pass_ms"),
@@ -47,14 +50,18 @@ class Watch:
 
 
 def clients(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """A row with all clients' requests together, and one with one request at a time."""
+    """A row with all clients' requests together, and one with one request at a time. Without a policy, that of the
+    model, and a third row: all requests run, and each forward is of one alone."""
     with refusing():
         runtime = _runtime(settings, paths)
         calls = [_asked(runtime, settings, number) for number in range(settings["requests"])]
     served(runtime, calls[:2], clients=2, max_running=2)  # thread pools, and the math library's workspaces
     # Which comes first changes nothing but what the machine does meanwhile; each in turn would need rounds of its own.
-    for way, most in ((IN_TURN, 1), (TOGETHER, settings["clients"])):
-        yield {"way": way} | served(runtime, calls, clients=settings["clients"], max_running=most)
+    for way in (IN_TURN, TOGETHER) if "policy" in settings else (IN_TURN, APART, TOGETHER):
+        most = 1 if way == IN_TURN else settings["clients"]
+        share = scheduling.shareable if way != APART else lambda *_: False
+        with patch.object(scheduling, "shareable", share):
+            yield {"way": way} | served(runtime, calls, clients=settings["clients"], max_running=most)
 
 
 def join(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -92,13 +99,13 @@ def join(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[d
 
 
 def _runtime(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Runtime:
-    variant = variant_named(settings["policy"])
-    return loaded(settings, paths, settings["context"] + settings["answer"]).with_policy(variant.make())
+    policy = variant_named(settings["policy"]).make() if "policy" in settings else "auto"
+    return loaded(settings, paths, settings["context"] + settings["answer"]).with_policy(policy)
 
 
 def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> PreparedCall:
-    """A call whose answer has several blocks, where it may be as long."""
-    call: dict[str, Any] = {"max_new_tokens": settings["answer"], "block_length": settings["block"]}
+    """A call whose answer has several blocks, where it may be as long; without "block", of the model's length."""
+    call: dict[str, Any] = {"max_new_tokens": settings["answer"], "block_length": settings.get("block")}
     call |= {"stop_at_eos": False} if settings["model"] == RANDOM else {}
     rule = {} if settings["confidence"] is None else {"confidence_threshold": settings["confidence"]}
     seed = settings["seed"] + number

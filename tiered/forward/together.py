@@ -1,10 +1,10 @@
 """Passes of several calls that go through the layers together.
 
 Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has
-its own attention and store. On the CPU a row's result does not depend on the other rows in the batch: within `FEW_ROWS`
-the library sums the products of a row in one order. Calls with fewer or more rows go alone. On CUDA the fewest rows,
-such as a block of four, gain most from sharing a read. There libraries choose kernels by the number of rows, so the
-last bits of a row can differ; not measured on a GPU.
+its own attention and store. On the CPU a row's result does not depend on the other rows in the batch: for the row
+counts in `ONE_ORDER` the library sums the products of a row in one order. Calls with other row counts go alone. On CUDA
+the fewest rows, such as a block of four, gain most from sharing a read. There libraries choose kernels by the number of
+rows, so the last bits of a row can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tiered.forward.forward import Asked, Forward, Logits, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.coded_rows import Heads
-from tiered.kernels.projection import FEW_ROWS
+from tiered.kernels.projection import FEW_ROWS, ONE_ORDER
 from tiered.models.base import head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
@@ -36,7 +36,7 @@ def shareable(forward: Forward, pass_: Pass) -> bool:
     outputs = pass_.outputs
     if forward.model.shape.tiles_logits(outputs):
         return False
-    few = FEW_ROWS if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
+    few = ONE_ORDER if pass_.ids.is_cpu else range(1, FEW_ROWS.stop)
     return pass_.program is None and not pass_.reads and pass_.count in few and (not outputs or outputs in few)
 
 
