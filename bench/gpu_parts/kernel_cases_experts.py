@@ -29,9 +29,9 @@ class Given(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ExpertOutputs(KernelCase):
     """Outputs and their sum. `experts`: those that the rows of a step pick among, together. Sizes are LLaDA2-mini's.
-    Gates and outputs are rounded on their way, and the values of int4."""
+    Gates, outputs and sums are rounded, and the values of int4."""
 
-    kernel, into, roundings = "expert_outputs", "outputs", 4
+    kernel, into, roundings = "expert_outputs", "outputs", 5
     code: WeightCode | None = None
     rows: int
     experts: int = 72
