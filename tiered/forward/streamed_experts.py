@@ -60,7 +60,7 @@ class StreamedExperts:
         assert self._homes is not None, "experts are used in slots"
         residency = self._homes.residency
         ready = [expert for expert in picked if residency.ready((layer, expert))]
-        coming = [expert for expert in picked if expert not in {*ready}]
+        coming = sorted({*picked}.difference(ready))
         missing = {expert for expert in coming if residency.missing(Wanted((layer, expert))).any()}
         coming.sort(key=missing.__contains__)  # copies of guesses are under way already
         foreseen = self._guesses.judge(picked)
