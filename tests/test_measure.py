@@ -16,6 +16,7 @@ from measuring import store
 from measuring.pages import between_marks, fill_marks
 from measuring.point import Job, Point
 from measuring.process import WORKER
+from measuring.provenance import ROOT, command_line
 from measuring.runner import Ended, run_group
 from measuring.statistics import drop, interval, merged, noise_floor, paired
 from measuring.store import locked, read_rows
@@ -340,3 +341,8 @@ def test_a_page_is_filled_between_its_marks(tmp_path: Path):
     assert between_marks(page.read_text(), "a") == "new"
     with pytest.raises(ValueError, match="<!-- b -->"):
         fill_marks(page, {"b": "x"})
+
+
+def test_a_stored_command_names_no_path_outside_of_the_repository():
+    given = ["bench/measure.py", "load", "--out", "/elsewhere/out", "--out=/elsewhere/out", f"{ROOT}/bench", "part=a,b"]
+    assert command_line(given) == "python bench/measure.py load --out out --out=out bench part=a,b"

@@ -31,11 +31,15 @@ def provenance() -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it would be typed in the repository's root, its own paths relative to there."""
+    """The command as it would be typed in the repository's root, its own paths relative to there. Of an absolute path
+    outside only the name is left."""
 
     def relative(argument: str) -> str:
-        path = Path(argument)
-        return str(path.relative_to(ROOT)) if path.is_absolute() and path.is_relative_to(ROOT) else argument
+        option, equals, value = argument.rpartition("=")
+        path = Path(value)
+        if not path.is_absolute():
+            return argument
+        return option + equals + (str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name)
 
     return shlex.join(["python", *map(relative, arguments)])
 
