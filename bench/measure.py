@@ -26,7 +26,7 @@ from measuring.pages import fill_marks
 from measuring.point import Job, Point, words
 from measuring.process import WORKER
 from measuring.progress import PLAIN, Expected, Guess, duration, reporting
-from measuring.provenance import ROOT, provenance
+from measuring.provenance import ROOT, command_line, provenance
 from measuring.runner import run_group
 from measuring.store import Store, locked, read_rows
 from measuring.study import names, parse_values, points_of, study_named
@@ -121,10 +121,10 @@ def measure(
 
 def command_of(args: argparse.Namespace) -> str:
     """The command line, without the paths that only this machine knows."""
-    said = shlex.split(provenance()["command"])
+    said = sys.argv
     for path in filter(None, (getattr(args, flag) for flag in args.local)):
         said = [re.sub(rf"(^|=){re.escape(path)}$", r"\1PATH", word) for word in said]
-    return shlex.join(said)
+    return command_line(said)
 
 
 def summary(args: argparse.Namespace, points: Sequence[Point], store: Store) -> dict[str, Any]:
