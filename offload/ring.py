@@ -4,6 +4,7 @@
 with the unfinished accesses, and its first write waits until they have ended or failed.
 """
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -59,23 +60,21 @@ class Ring:
         self._parts = buffer.view(slots, -1)
         self._fences = [Fence(region, earlier) for _ in range(slots)]
         self._holders: list[RingSlot | None] = [None] * slots
-        self._next = 0  # the search begins at the slot that has been free longest, if it is free
+        self._free = deque(range(slots))  # the slot that has been free longest first
 
     @property
     def held(self) -> int:
-        return sum(holder is not None for holder in self._holders)
+        return self.slots - len(self._free)
 
     def acquire(self) -> RingSlot | None:
-        """The next free slot, round robin; None if all are in use. Never blocks."""
-        turns = [(self._next + step) % self.slots for step in range(self.slots)]
-        index = next((turn for turn in turns if self._holders[turn] is None), None)
-        if index is None:
+        """The slot that has been free longest; None if all are in use. Never blocks."""
+        if not self._free:
             return None
+        index = self._free.popleft()
         fence = Fence(self.region)
         for event in self._fences[index].before_write():
             if not event.done():
                 fence.reads(Settled(event))
-        self._next = (index + 1) % self.slots
         self._fences[index] = fence
         self._holders[index] = slot = RingSlot(self, index, self._parts[index], fence)
         return slot
@@ -86,6 +85,9 @@ class Ring:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if the ring contradicts itself."""
+        free = [index for index, holder in enumerate(self._holders) if holder is None]
+        if sorted(self._free) != free:
+            raise RuntimeError(f"of {self.slots} slots of a ring {free} are free, and {sorted(self._free)} by its list")
         for index, holder in enumerate(self._holders):
             if holder is not None and (holder.index != index or holder.fence is not self._fences[index]):
                 raise RuntimeError(f"slot {index} of a ring of {self.slots} is held as slot {holder.index}")
@@ -94,3 +96,4 @@ class Ring:
         if self._holders[slot.index] is not slot:
             raise ValueError(f"slot {slot.index} is not held (any more): it was released before")
         self._holders[slot.index] = None
+        self._free.append(slot.index)

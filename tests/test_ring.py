@@ -55,18 +55,15 @@ class RingMachine(RuleBasedStateMachine):
         self.writes: dict[RingSlot, Switch] = {}
         self.reads: dict[RingSlot, list[Switch]] = {}
         self.unfinished: dict[int, set[Switch]] = {index: set() for index in range(slots)}
-        self.last = slots - 1
+        self.free = list(range(slots))
 
     @rule()
     def acquire(self) -> None:
         slot = self.ring.acquire()
-        taken = {held.index for held in self.held}
         if slot is None:
-            assert len(taken) == self.ring.slots
+            assert not self.free and len(self.held) == self.ring.slots
             return
-        free = [(self.last + step) % self.ring.slots for step in range(1, self.ring.slots + 1)]
-        assert slot.index == next(index for index in free if index not in taken)
-        self.last = slot.index
+        assert slot.index == self.free.pop(0)
         assert slot.bytes.numel() == SLOT_BYTES
         assert slot.bytes.storage_offset() == slot.index * SLOT_BYTES
         # Whoever writes it next waits for all that is unfinished, well or badly; whoever reads it waits for no one yet.
@@ -112,6 +109,7 @@ class RingMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         slot = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         slot.release()
+        self.free.append(slot.index)
         self.released.append(slot)
 
     @precondition(lambda self: self.released)
@@ -149,7 +147,7 @@ def test_slots_are_parts_of_the_buffer():
 
 
 def test_a_slot_rests_while_others_are_free():
-    """Round robin: a slot that was just released is taken last, so what still reads it has the most time."""
+    """A slot that was just released is taken last, so what still reads it has the most time."""
     ring = ring_of(3)
     order = []
     for _ in range(7):

@@ -41,18 +41,19 @@ def test_a_call_over_a_slow_link_is_told_beside_its_bounds():
 
 
 @pytest.mark.parametrize(
-    ("copy", "busy", "exposed", "streamed", "hidden", "over_bound"),
+    ("copies", "busy", "exposed", "streamed", "hidden", "over_bound"),
     [
-        (1.0, 1.0, 0.25, 2.25, 0.75, 1.125),  # of copies that are shorter than computing
-        (4.0, 4.0, 2.0, 4.0, 1.0, 1.0),  # of longer ones, which computing covers for as long as it takes
-        (4.0, 4.0, 3.0, 5.0, 0.5, 1.25),
+        ([1.0, 1.0], 1.0, 0.25, 2.25, 0.75, 1.125),  # of copies that are shorter than computing
+        ([4.0, 4.0], 4.0, 2.0, 4.0, 1.0, 1.0),  # of longer ones, which computing covers for as long as it takes
+        ([4.0, 4.0], 4.0, 3.0, 5.0, 0.5, 1.25),
+        ([0.0, 4.0], 2.0, 1.0, 3.0, 1.0, 1.0),  # a forward without copies can hide none
     ],
 )
 def test_what_cannot_be_hidden_is_not_counted(
-    copy: float, busy: float, exposed: float, streamed: float, hidden: float, over_bound: float
+    copies: list[float], busy: float, exposed: float, streamed: float, hidden: float, over_bound: float
 ):
     way = WayStats(busy_ns=round(2e9 * busy), exposed_ns=round(2e9 * exposed))
-    found = figures([2.0, 2.0], [streamed] * 2, [6.0, 6.0], copy, way)
+    found = figures([2.0, 2.0], [streamed] * 2, [6.0, 6.0], copies, way)
     assert found["hidden_share"] == pytest.approx(hidden) and found["over_bound"] == pytest.approx(over_bound)
     assert found["over_synchronous"] == pytest.approx(streamed / 6) and found["resident_ms"] == 2000
 

@@ -23,8 +23,11 @@ from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
+from tiered.core.events import Asked
 from tiered.core.features import Tier
+from tiered.core.ops import Op
 from tiered.core.rates import rates_of
+from tiered.core.spans import Recorder, TimedRange, recording
 from tiered.forward.forward import Forward
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.expert_table import ExpertTable
@@ -86,7 +89,7 @@ def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         runtime = tiered.from_pretrained(folder, policy="block_causal")
         model = runtime.model
         assert isinstance(model, MixtureModel)
-        recorder = Recorder(model)
+        recorder = PassRecorder(model)
         answered(runtime, settings)
     over_block = [each for each in recorder.seen if each.rows == BLOCK]
     passes: dict[int, list[frozenset[int]]] = {}
@@ -157,8 +160,8 @@ def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     guesses; and with experts fetched one by one, each waited for, as TIDE does (arXiv 2605.20179).
 
     The link is so slow that a copy of the experts that a step reaches stands to its forward as with LLaDA2-mini in int4
-    on that card. Columns are those of `weight_streams.figures`, where a copy is that of the misses, and "plain_ms"
-    (without guesses), "layers_ms" (a bound: all experts in each forward), "hit_share", "foreseen_share", and
+    on that card. Columns are those of `weight_streams.figures`, where copies are those of a forward's misses, and
+    "plain_ms" (without guesses), "layers_ms" (a bound: all experts in each forward), "hit_share", "foreseen_share", and
     "bytes_over_misses": bytes that came with guesses over those without.
     """
     policy, share = make_policy("block_causal"), settings["share"]
@@ -176,24 +179,25 @@ def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         call = replace(CallBytes.of(policy, sizes, MemoryBudget(), weights=whole), weights=weights)
         cap = MemoryBudget(device=call.total(Tier.DEVICE))
 
-        def told(kind: type[SimulatedThreads], likely: Callable[..., dict[int, int]]) -> GenerationOutput:
+        def told(kind: type[SimulatedThreads], likely: Callable[..., Tensor | None]) -> GenerationOutput:
             with patch.object(MixtureModel, "likely", likely):
                 return answered(opened(folder, policy, cap, device="cpu", transport=partial(kind, link=link)), settings)
 
         guessed = told(SimulatedThreads, MixtureModel.likely)
-        plain, one_by_one = (told(kind, lambda *_: {}) for kind in (SimulatedThreads, WaitingTransport))
+        plain, one_by_one = (told(kind, lambda *_: None) for kind in (SimulatedThreads, WaitingTransport))
+        with patch.object(MixtureModel, "likely", lambda *_: None), recording(_Fetches()) as fetches:
+            answered(opened(folder, policy, cap, device="cpu"), settings)
     for other in (guessed, plain, one_by_one):
         assert torch.equal(other.sequences, resident.sequences), "streamed experts answer as resident ones do"
     assert guessed.weights is not None and plain.weights is not None, "there is no room for all experts"
-    misses = plain.weights.ways[Lane.FETCH].nbytes
-    copies = link.fetch.seconds(misses) / resident.num_forwards
+    copies = [link.fetch.seconds(nbytes) for nbytes in fetches.by_step()[-resident.num_forwards :]]
     way, used = guessed.weights.ways[Lane.FETCH], guessed.weights.experts_used
     yield figures(resident.timings.steps, guessed.timings.steps, one_by_one.timings.steps, copies, way) | {
         "plain_ms": 1e3 * fmean(plain.timings.steps),
         "layers_ms": 1e3 * max(alone, link.fetch.seconds(whole.of_records * whole.record)),
         "hit_share": guessed.weights.experts_resident / used,
         "foreseen_share": guessed.weights.experts_foreseen / used,
-        "bytes_over_misses": way.nbytes / misses,
+        "bytes_over_misses": way.nbytes / plain.weights.ways[Lane.FETCH].nbytes,
     }
 
 
@@ -213,6 +217,23 @@ def copy_over_forward(card: str) -> float:
     return reached * plan.weights.record / rates.link_bytes_per_second / seconds
 
 
+class _Fetches(Recorder):
+    """Bytes of the fetches of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begins: list[int] = []  # by step, the events before it
+
+    def enter(self, span: TimedRange) -> None:
+        super().enter(span)
+        if span.op is Op.STEP:
+            self._begins.append(len(self.events))
+
+    def by_step(self) -> list[int]:
+        edges = pairwise([*self._begins, len(self.events)])
+        return [sum(e.nbytes for e in self.events[begin:end] if isinstance(e, Asked)) for begin, end in edges]
+
+
 class Seen(NamedTuple):
     """A pass over a layer: its rows, the experts that they picked, and those that they may pick in the next layer."""
 
@@ -222,14 +243,14 @@ class Seen(NamedTuple):
     likely: Collection[int]
 
 
-class Recorder:
+class PassRecorder:
     """All experts are on the device; `seen` keeps what a mixture asks of those that stream."""
 
     def __init__(self, model: MixtureModel) -> None:
         self._model, self._rows, self.seen = model, 0, list[Seen]()
         model.streamed, model.likely = self, self.likely
 
-    def likely(self, layer: int, hidden: Tensor) -> dict[int, int]:
+    def likely(self, layer: int, hidden: Tensor) -> Tensor | None:
         self._rows = hidden.shape[:-1].numel()
         return MixtureModel.likely(self._model, layer, hidden)
 

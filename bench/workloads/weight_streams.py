@@ -89,23 +89,28 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     # Of records, not of bytes: the copies at the call's edges end now in it, now before or behind it.
     assert asked >= sizes.shape.layers * streamed.num_forwards, "all layers stream"
     alone, beside, one_by_one = (out.timings.steps for out in (resident, streamed, waiting))
-    yield figures(alone, beside, one_by_one, copy, way) | {"forward_ratio": ratio}
+    yield figures(alone, beside, one_by_one, [copy] * len(alone), way) | {"forward_ratio": ratio}
 
 
 def figures(
-    resident: Sequence[float], streamed: Sequence[float], waiting: Sequence[float], copy: float, way: WayStats
+    resident: Sequence[float],
+    streamed: Sequence[float],
+    waiting: Sequence[float],
+    copies: Sequence[float],
+    way: WayStats,
 ) -> dict[str, float]:
-    """Columns of a row, of the seconds of all forwards of three calls, those that the `copy` of all layers takes by the
-    speed of the link, and what moved in the `streamed` call. Times are of a forward, on average.
+    """Columns of a row, of the seconds of all forwards of three calls, those that the `copies` of each forward take by
+    the speed of the link, and what moved in the `streamed` call. Times are of a forward, on average.
 
-    "bound_ms": forward by forward the longer of computing, as with resident layers, and of `copy`. "hidden_share": of
+    "bound_ms": forward by forward the longer of computing, as with resident layers, and of copying. "hidden_share": of
     the time that computing could hide, forward by forward the shorter of computing and of the copies as they went,
     how much it did; where copies take longer than computing, the rest is nothing that could be hidden.
     """
     count, total = len(resident), sum(streamed)
     busy = way.busy_ns / 1e9
-    could = sum(min(each, busy / count) for each in resident)
-    bound = sum(max(each, copy) for each in resident)
+    slower = busy / sum(copies)
+    could = sum(min(each, slower * copy) for each, copy in zip(resident, copies, strict=True))
+    bound = sum(max(each, copy) for each, copy in zip(resident, copies, strict=True))
     means = {"resident": sum(resident), "streamed": total, "synchronous": sum(waiting), "bound": bound}
     return {f"{name}_ms": 1e3 * seconds / count for name, seconds in means.items()} | {
         "copy_ms": 1e3 * busy / count,

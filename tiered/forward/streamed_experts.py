@@ -24,6 +24,7 @@ GROUP = 8  # experts that arrive: few, so that copies overlap computation; sever
 SURE = 0.85  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
 MEMORY = 256
 MOST_ROWS = 4  # an expert that this many rows would pick is hardly less sure than one that more rows would
+_Kind = tuple[int, bool, int]
 
 
 class StreamedExperts:
@@ -52,24 +53,26 @@ class StreamedExperts:
         self, layer: int, picked: Sequence[int], likely: Mapping[int, int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
         """The `picked` experts of a layer, in groups. A group stays in slots until the next one is taken. `likely`:
-        experts that rows may pick in the next layer, and by how many rows.
+        experts that rows would pick in the next layer, and how many.
 
         Raises:
             TransferError: a copy failed.
         """
         assert self._homes is not None, "experts are used in slots"
         residency = self._homes.residency
-        ready = [expert for expert in picked if residency.ready((layer, expert))]
-        coming = sorted({*picked}.difference(ready))
-        missing = {expert for expert in coming if residency.missing(Wanted((layer, expert))).any()}
-        coming.sort(key=missing.__contains__)  # copies of guesses are under way already
+        ready, coming, missing = list[int](), list[int](), list[int]()
+        for expert in picked:
+            key = layer, expert
+            into = ready if residency.ready(key) else coming if residency.has(key) else missing
+            into.append(expert)
         foreseen = self._guesses.judge(picked)
         self._homes.tiers.record(Picked(used=len(picked), resident=len(picked) - len(missing), foreseen=foreseen))
         self._last[layer] = frozenset(picked)
-        after = {expert: Wanted((layer + 1, expert)) for expert in likely}
-        sure = self._guesses.make(likely, {expert for expert, each in after.items() if residency.missing(each).any()})
-        groups = [*_split(ready, self._most), *_split(coming, min(GROUP, self._most))]
-        ahead = [Wanted((layer, expert)) for group in groups for expert in group] + [after[each] for each in sure]
+        sure = self._guesses.make(likely, {expert for expert in likely if not residency.has((layer + 1, expert))})
+        # Copies of guesses are under way already, so those come before what is missing.
+        groups = [*_split(ready, self._most), *_split(coming + missing, min(GROUP, self._most))]
+        ahead = [Wanted((layer, expert)) for group in groups for expert in group]
+        ahead += [Wanted((layer + 1, expert)) for expert in sure]
         for group in groups:
             wanted, ahead = ahead[: len(group)], ahead[len(group) :]
             with span(Op.WEIGHTS):
@@ -82,12 +85,16 @@ class StreamedExperts:
 
 
 class _Guesses:
-    """The experts that the next layer will probably pick. The kind of a guess is the number of rows that would pick the
-    expert, and whether it has a slot. Most picks recur, so guesses of experts in slots are surer."""
+    """The experts that the next layer will probably pick. All likely ones are judged, whether they are fetched or not.
+
+    The kind of a guess is the number of rows that would pick the expert, of how many picks of all rows, and whether it
+    has a slot. Most picks recur, so guesses of experts in slots are surer. A pass over a prompt picks nearly all
+    experts, so that every guess is right, which says nothing of a step.
+    """
 
     def __init__(self) -> None:
-        self._kinds: dict[int, tuple[bool, int]] = {}  # of the last guesses, by expert
-        self._right = defaultdict[tuple[bool, int], float](float)
+        self._kinds: dict[int, _Kind] = {}  # of the last guesses, by expert
+        self._right = defaultdict[_Kind, float](float)
         self._made = self._right.copy()
 
     def make(self, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
@@ -97,7 +104,8 @@ class _Guesses:
             likely: experts, and how many rows would pick each.
             missing: experts without a slot.
         """
-        self._kinds = {expert: (expert in missing, min(rows, MOST_ROWS)) for expert, rows in likely.items()}
+        picks = sum(likely.values())
+        self._kinds = {expert: (picks, expert in missing, min(rows, MOST_ROWS)) for expert, rows in likely.items()}
         shares = {expert: self._share(kind) for expert, kind in self._kinds.items()}
         return sorted((expert for expert in likely if shares[expert] >= SURE), key=shares.__getitem__, reverse=True)
 
@@ -110,8 +118,8 @@ class _Guesses:
                 self._made[kind], self._right[kind] = self._made[kind] / 2, self._right[kind] / 2
         return sum(expert in self._kinds for expert in picked)
 
-    def _share(self, kind: tuple[bool, int]) -> float:
-        return self._right[kind] / self._made[kind] if self._made[kind] else 1.0
+    def _share(self, kind: _Kind) -> float:
+        return self._right[kind] / self._made[kind] if self._made[kind] else 0.0
 
 
 def _split(experts: list[int], most: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.choice import for_device
@@ -19,7 +19,7 @@ from tiered.kernels.projection import few_at_a_time, project_few
 from tiered.kernels.rms_norm_ref import Hidden
 from tiered.models.base import DiffusionModel, RouterProbe
 from tiered.models.layout import ModelConfig
-from tiered.models.router import Router, picked_experts
+from tiered.models.router import Router, picked_experts, rows_by_expert
 from tiered.models.shape import Experts
 
 # Experts and their matrices, which stay in place until the next group is taken.
@@ -31,8 +31,8 @@ class ExpertSource(Protocol):
     """Experts that are not all on the device."""
 
     def groups(self, layer: int, picked: Sequence[int], likely: Mapping[int, int]) -> Iterable[Group]:
-        """The `picked` experts of a layer, in groups. `likely`: experts that rows may pick in the next layer, and by
-        how many rows."""
+        """The `picked` experts of a layer, in groups. `likely`: experts that rows would pick in the next layer, and how
+        many rows."""
         ...
 
 
@@ -71,11 +71,18 @@ class MixtureModel(DiffusionModel):
         rows = normed.flatten(0, 1)
         picks = self.picks(layer, ranked.flatten(0, 1))
         del ranked
-        of_rows = picks.experts.cpu()  # on CUDA the host waits here, and beside it for guesses alone
+        likely = None if self.streamed is None else self.likely(layer + 1, hidden)
+        asked = picks.experts[None] if likely is None else torch.stack([picks.experts, likely])
+        of_rows, *of_next = asked.cpu()  # on CUDA the host waits here
         picked = picked_experts(of_rows)
         if probe is not None:
             probe(layer, of_rows, picked)
-        groups = self._groups(layer, hidden, picked)
+        if self.streamed is None:
+            block = self.blocks[layer]
+            stacks = block.experts_in.weight, block.experts_out.weight
+            groups = [(picked, ExpertTable.of_stacks(*stacks, self._experts.count))]
+        else:
+            groups = self.streamed.groups(layer, picked, rows_by_expert(of_next[0]) if of_next else {})
         return self._mixed(rows, picks, groups).view(normed.shape)
 
     def ranked(self, layer: int, hidden: Hidden) -> Hidden:
@@ -93,22 +100,12 @@ class MixtureModel(DiffusionModel):
         # No name keeps the logits alive once there are scores.
         return self.config.router.pick(_logits(rows, block.router), getattr(block, "router_bias", None))
 
-    def _groups(self, layer: int, hidden: Hidden, picked: list[int]) -> Iterable[Group]:
-        """The `picked` experts of a layer: all at once, or in the order in which they reach the device."""
-        if self.streamed is None:
-            block = self.blocks[layer]
-            stacks = block.experts_in.weight, block.experts_out.weight
-            return [(picked, ExpertTable.of_stacks(*stacks, self._experts.count))]
-        return self.streamed.groups(layer, picked, self.likely(layer + 1, hidden))
-
-    def likely(self, layer: int, hidden: Hidden) -> dict[int, int]:
-        """Experts that the router of `layer` picks for rows of `hidden`, the input of the previous layer, and for how
-        many; empty for a layer without a router."""
+    def likely(self, layer: int, hidden: Hidden) -> Int[Tensor, "rows picked"] | None:
+        """The experts that the router of `layer` picks for rows of `hidden`, the input of the previous layer; None for
+        a layer without a router."""
         if layer not in self.shape.recorded:
-            return {}
-        of_rows = self.picks(layer, self.ranked(layer, hidden).flatten(0, 1)).experts.cpu()
-        experts, rows = of_rows.unique(return_counts=True)
-        return dict(zip(experts.tolist(), rows.tolist(), strict=True))
+            return None
+        return self.picks(layer, self.ranked(layer, hidden).flatten(0, 1)).experts
 
     def _mixed(
         self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]

@@ -100,7 +100,12 @@ class Router:
 
 def picked_experts(experts: Int[Tensor, "rows picked"]) -> list[int]:
     """The experts, each once and ascending, of a table on the host."""
-    return experts.flatten().bincount().nonzero()[:, 0].tolist()
+    return list(rows_by_expert(experts))
+
+
+def rows_by_expert(experts: Int[Tensor, "rows picked"]) -> dict[int, int]:
+    """How many rows picked each expert, ascending by expert, of a table on the host."""
+    return {expert: rows for expert, rows in enumerate(experts.flatten().bincount().tolist()) if rows}
 
 
 def experts_of(

@@ -49,6 +49,8 @@ class _Here:
         present: parts in the slot or on their way.
         brought: parts that came from the home and were not written since.
         written: parts that were written and not patched.
+        bytes: the record's bytes in the slot.
+        whole: True if no part of the home is absent. Then nobody looks at the parts, which are many.
         arriving: whether compute has to wait for copies.
     """
 
@@ -56,6 +58,8 @@ class _Here:
     present: Parts
     brought: Parts
     written: Parts
+    bytes: UInt8[Tensor, " nbytes"]
+    whole: bool = False
     arriving: bool = False
 
 
@@ -157,7 +161,7 @@ class Residency:
                 raise
         for key in arriving:
             self._here[key].arriving = False
-        return [self._here[key].slot.bytes[: self._records[key].home.nbytes] for key in keys]
+        return [self._here[key].bytes for key in keys]
 
     def write(self, key: Hashable, parts: Parts) -> None:
         """Let compute write bytes of a record in use, in `parts`. The other bytes of these parts are present, or were
@@ -187,10 +191,15 @@ class Residency:
         parts = record.filled if wanted.parts is None else record.filled & wanted.parts
         return parts if here is None else parts & ~here.present
 
+    def has(self, key: Hashable) -> bool:
+        """Whether all parts of a record are in a slot, or on their way to one."""
+        here = self._here.get(key)
+        return here is not None and here.whole
+
     def ready(self, key: Hashable) -> bool:
         """Whether all parts of a record are in a slot, and compute has to wait for none of them."""
         here = self._here.get(key)
-        if here is None or self.missing(Wanted(key)).any():
+        if here is None or not here.whole:
             return False
         return not here.arriving or all(event.done() for event in here.slot.fence.before_read())
 
@@ -246,11 +255,13 @@ class Residency:
             raise RuntimeError(f"in use {self._using}, in slots {set(self._here)}, of {set(self._records)}")
         for key, here in self._here.items():
             there = self._records[key].filled | here.written
-            if (here.present & ~there).any() or (here.brought & ~here.present).any():
+            absent = here.whole and (self._records[key].filled & ~here.present).any()
+            if absent or (here.present & ~there).any() or (here.brought & ~here.present).any():
                 raise RuntimeError(f"{key}: {here}, filled {self._records[key].filled}")
         self._fetcher.check_integrity()
 
     def _send(self, wanted: Sequence[Wanted]) -> None:
+        wanted = [each for each in wanted if not self._here[each.key].whole]
         missing = [(each.key, parts) for each in wanted if (parts := self.missing(each)).any()]
         slots = [self._here[key].slot for key, _ in missing]
         self._fetcher.send(
@@ -260,15 +271,18 @@ class Residency:
         for key, parts in missing:
             here = self._here[key]
             here.present, here.brought, here.arriving = here.present | parts, here.brought | parts, True
+        for each in wanted:
+            if each.parts is None:
+                self._here[each.key].whole = True
 
     def _enter(self, key: Hashable, kept: Set[Hashable]) -> bool:
         """Give a record a slot if possible; returns whether it has one. If all are taken, the record unused for longest
         loses its slot, or, if that one recurs, the record used last."""
         assert self._slots is not None, "slots are open"
-        none = np.zeros(self._records[key].layout.parts, dtype=bool)
-        if key in self._here:
-            self._here[key] = self._here.pop(key)
+        if (here := self._here.pop(key, None)) is not None:
+            self._here[key] = here
             return True
+        record = self._records[key]
         slot = self._slots.acquire()
         if slot is None:
             leaving = next((other for other in self._here if other not in kept), None)
@@ -280,7 +294,8 @@ class Residency:
             self.drop(leaving)
             slot = self._slots.acquire()
             assert slot is not None, "a slot was freed"
-        self._here[key] = _Here(slot, none, none.copy(), none.copy())
+        none = np.zeros(record.layout.parts, dtype=bool)
+        self._here[key] = _Here(slot, none, none.copy(), none.copy(), slot.bytes[: record.home.nbytes])
         return True
 
     def _await(self, fences: Sequence[Fence], layer: int | None) -> None:
