@@ -17,7 +17,8 @@ begins its training with, masks stay alike from layer to layer and from step to 
 About ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
     families_identical, router_identical    whether all recorded cases came out: logits, and picked experts
-    experts_over_bound      a forward over the longer of computing and of the misses' copies alone: the largest
+    experts_over_bound      a call over, forward by forward, the longer of computing and of its misses' copies: the
+                            largest
     experts_hidden_share    of the time of copies that computing could hide, how much it did: the smallest
     bytes_over_misses       bytes that came over those without guesses: the largest
     over_one_by_one         a forward over that with experts fetched one by one: the largest
