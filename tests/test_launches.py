@@ -153,7 +153,7 @@ MOST: dict[str, dict[str, tuple[int, int, int]]] = {
     "dkv_pd": {"refresh": (11, 0, 54), "step": (11, 0, 129)},
     "dllm_cache": {"refresh": (18, 0, 54), "step": (45, 0, 54), "update": (18, 0, 56)},
     "elastic_cache": {"refresh": (56, 0, 159), "step": (114, 6, 150)},
-    "polestar": {"refresh": (164, 6, 54), "step": (11, 0, 65), "update": (33, 2, 65)},
+    "polestar": {"refresh": (92, 4, 54), "step": (11, 0, 65), "update": (33, 2, 65)},
 }
 
 
