@@ -36,7 +36,7 @@ def cluster_areas(
 
     Clusters of the prefix are numbered first, then those of the suffix. Groups with equal shares are clustered
     together. The host reads from the device twice: before the work, whether all rows are finite and how many are valid,
-    and after it the sizes of all clusters.
+    and after it the sizes and members of all clusters.
 
     Args:
         hidden: rows of the canvas; rows outside the areas and invalid rows may have any values.
@@ -65,7 +65,7 @@ def cluster_areas(
             part, whole = _selector(members), all(rows[group][area] == stop - first for group in members)
             some = units.part(part, slice(first, stop), whole=whole)
             found = some.numbers() if single else kmeans(some, count, iterations=iterations, seed=seed, backend=backend)
-            assignment[part, first:stop] = found.where(found < 0, found + offset)
+            assignment[part, first:stop] = found + offset if whole else found.where(found < 0, found + offset)
     return _indices(hidden, assignment, shares)
 
 
@@ -143,19 +143,22 @@ def _indices(
 ) -> list[ClusterIndex]:
     most = max(1, *map(sum, shares))
     centroids, medoids = means_and_medoids(hidden, assignment, most)
-    slot = assignment.where(assignment >= 0, most)
+    slot = assignment % (most + 1)  # −1 becomes one more
     order = slot.argsort(dim=1, stable=True)
     counts = slot.new_zeros(len(shares), most + 1).scatter_add_(1, slot, torch.ones_like(slot))
-    sizes = counts.tolist()
+    # Sizes, and columns in order.
+    table = torch.cat([counts, order], dim=1).tolist()
+    found = [(values[: sum(share)], values[most + 1 :]) for values, share in zip(table, shares, strict=True)]
     return [
         # Copies of exact size, because an index must not keep the other groups' memory alive.
         ClusterIndex(
-            rows=order[group, : sum(sizes[group][: sum(share)])].clone(),
-            sizes=tuple(sizes[group][: sum(share)]),
-            counts=counts[group, : sum(share)].clone(),
+            rows=order[group, : sum(sizes)].clone(),
+            columns=columns[: sum(sizes)],
+            sizes=tuple(sizes),
+            counts=counts[group, : len(sizes)].clone(),
             shares=share,
-            centroids=centroids[group, : sum(share)].to(hidden.dtype, copy=True),
-            medoids=medoids[group, : sum(share)].clone(),
+            centroids=centroids[group, : len(sizes)].to(hidden.dtype, copy=True),
+            medoids=medoids[group, : len(sizes)].clone(),
         )
-        for group, share in enumerate(shares)
+        for group, ((sizes, columns), share) in enumerate(zip(found, shares, strict=True))
     ]

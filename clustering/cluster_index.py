@@ -13,6 +13,7 @@ class ClusterIndex:
 
     Attributes:
         rows: canvas columns in cluster-major order, ascending within a cluster.
+        columns: `rows` on the host, because books list the members.
         sizes: number of members of each cluster, at least one; on the host, because they determine the sizes of
             records.
         counts: `sizes` on the device, because a copy from the host would wait for the device.
@@ -22,6 +23,7 @@ class ClusterIndex:
     """
 
     rows: Int[Tensor, " n"]
+    columns: list[int]
     sizes: tuple[int, ...]
     counts: Int[Tensor, " clusters"]
     shares: tuple[int, ...]

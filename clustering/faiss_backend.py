@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from tiered.clustering.unit_rows import UnitRows, normalised
+from tiered.clustering.unit_rows import UnitRows
+from tiered.kernels.directions import normalised
 
 Backend = Literal["torch", "faiss"]
 BACKENDS: tuple[Backend, ...] = ("torch", "faiss")

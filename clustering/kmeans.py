@@ -1,19 +1,21 @@
 """Spherical k-means for many groups at once, by torch or by faiss: clusters of rows by direction."""
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int, Int64
+from jaxtyping import Float32, Int, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tiered.clustering.faiss_backend import Backend, faiss_lloyd
 from tiered.clustering.seeding import kmeans_start
 from tiered.clustering.summaries import add_by_cluster, nearest_members
-from tiered.clustering.unit_rows import UnitRows, first_alike, normalised
+from tiered.clustering.unit_rows import UnitRows, first_alike
+from tiered.kernels.choice import for_device
+from tiered.kernels.far_rows_ref import far_rows
+from tiered.kernels.turn_directions_ref import turn_directions
 
 # Ranks below every distance 1 − cosine: a row without direction is chosen only if no other is left, a barred row never.
 LAST_RESORT = -1.0
 BARRED = -2.0
-# Distances are ranked in this many steps from the largest to 0, so that rows that should be equal rank alike.
-STEPS = 64
 
 
 def kmeans(
@@ -48,16 +50,18 @@ def lloyd(
 
     An iteration assigns every row to its nearest direction, and then turns each direction to the sum of its rows.
     """
-    directions, weight = start, units.usable.float()
+    directions, usable = start, units.usable
+    weight = usable.float()
     # Distances of rows with cosine 0, which a row without direction always has.
-    farthest = torch.where(units.usable, 1.0, LAST_RESORT)
+    farthest = weight.where(usable, LAST_RESORT)
+    far, turn = (for_device(op, start.device) for op in (far_rows, turn_directions))
     for _ in range(iterations):
         sums = torch.zeros_like(start)
         nearest, cosine = _assign(units, directions, sums)
         empty = torch.zeros_like(start[..., 0]).scatter_add_(1, nearest, weight) == 0
         # Each empty cluster gets the direction of another one of the rows farthest from their clusters.
-        picks = _farthest(farthest - cosine, empty, units.rounding)
-        directions = normalised(torch.where(empty[..., None], units.take(picks), sums), directions)
+        picks = far(farthest - cosine, empty, units.rounding)
+        directions = turn(directions, sums, empty, picks, units.rows, units.inverse)
     return _assign(units, directions, None)
 
 
@@ -70,11 +74,11 @@ def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[T
     first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1]):
         # In this order of factors the product of few directions and many rows is faster on the CPU.
-        best = nearest[here, span]
+        best = torch.empty_like(nearest[here, span])
         torch.max(directions[here] @ tile.mT, 1, out=(cosine[here, span], best))
-        best.copy_(first[here].gather(1, best))
+        torch.gather(first[here], 1, best, out=nearest[here, span])
         if sums is not None:
-            add_by_cluster(sums[here], tile, best)
+            add_by_cluster(sums[here], tile, nearest[here, span])
     return nearest, cosine
 
 
@@ -89,22 +93,11 @@ def _fill_empty(
     keepers = nearest_members(cosine, assignment, clusters, units.rounding)
     empty = keepers == n
     rank = torch.where(units.usable, 1 - cosine, LAST_RESORT).where(assignment >= 0, BARRED)
-    rank = _put(rank, keepers, torch.full_like(keepers, BARRED, dtype=rank.dtype))
-    columns = _farthest(rank, empty, units.rounding).where(empty, n)
+    rank = _put(rank, keepers, BARRED)
+    columns = for_device(far_rows, rank.device)(rank, empty, units.rounding).where(empty, n)
     return _put(assignment, columns, torch.arange(clusters, device=columns.device).expand_as(columns))
 
 
-def _farthest(
-    rank: Float[Tensor, "groups n"], empty: Bool[Tensor, "groups clusters"], apart: float
-) -> Int[Tensor, "groups clusters"]:
-    """The row of the i-th highest rank for a group's i-th empty cluster, and any row for other clusters. Of ranks that
-    differ by less than a step, or less than `apart`, the first row's counts as higher."""
-    most = rank.amax(1, keepdim=True)
-    order = (most - rank).floor_divide((most / STEPS).clamp_min(apart)).argsort(dim=1, stable=True)
-    return order.gather(1, (empty.cumsum(1) - 1).clamp_min(0))
-
-
-def _put(values: Tensor, columns: Int[Tensor, "groups puts"], new: Tensor) -> Tensor:
+def _put(values: Tensor, columns: Int[Tensor, "groups puts"], new: Tensor | float) -> Tensor:
     """A copy of `values` with `new` at `columns`; values for column n are dropped."""
-    spare = torch.zeros_like(values[:, :1])
-    return torch.cat([values, spare], dim=1).scatter_(1, columns, new)[:, :-1]
+    return pad(values, (0, 1)).scatter_(1, columns, new)[:, :-1]

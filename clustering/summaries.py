@@ -5,7 +5,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from tiered.clustering.tiles import tiles
-from tiered.clustering.unit_rows import ZERO_NORM, normalised, rounding
+from tiered.clustering.unit_rows import rounding
+from tiered.kernels.directions import ZERO_NORM, normalised
 
 
 def add_by_cluster(
@@ -41,7 +42,7 @@ def nearest_members(
     `assignment`: −1 at rows without a cluster.
     """
     groups, n = cosine.shape
-    slot = assignment.where(assignment >= 0, clusters)
+    slot = assignment % (clusters + 1)  # −1 becomes one more
     best = cosine.new_full((groups, clusters + 1), -torch.inf).scatter_reduce(1, slot, cosine, "amax")
     position = torch.arange(n, device=cosine.device).where(cosine >= best.gather(1, slot) - apart, n)
     first = assignment.new_full((groups, clusters + 1), n).scatter_reduce(1, slot, position, "amin")

@@ -8,9 +8,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
 from tiered.clustering.tiles import tiles
-
-# Below this norm the squares of a row leave float32's range, so the row counts as zero, without a direction.
-ZERO_NORM = 1e-18
+from tiered.kernels.directions import ZERO_NORM, scaled_rows
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -49,7 +47,7 @@ class UnitRows:
             norms[here, span] = torch.linalg.vector_norm(tile, dim=-1)
         if valid is not None:
             norms = norms.where(valid, 0)
-        inverse = torch.where(norms > ZERO_NORM, 1 / norms, 0)
+        inverse = norms.reciprocal().where(norms > ZERO_NORM, 0)
         return cls(rows, valid, inverse, norms.isfinite().all())
 
     @property
@@ -77,17 +75,7 @@ class UnitRows:
 
     def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:
         """The unit rows at `picks`; zero rows are zeros, and invalid rows are undefined."""
-        inverse = self.inverse.gather(1, picks)[..., None]
-        picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2]))
-        return (picked * inverse).float()  # a product with float32 is not rounded to the dtype of the rows
-
-
-def normalised(
-    vectors: Float32[Tensor, "groups k width"], otherwise: Float32[Tensor, "groups k width"]
-) -> Float32[Tensor, "groups k width"]:
-    """`vectors` at unit norm, with `otherwise` in place of vectors without a direction, which include NaN."""
-    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
-    return torch.where(norms > ZERO_NORM, vectors / norms, otherwise)
+        return scaled_rows(self.rows, self.inverse, picks)
 
 
 def first_alike(directions: Float32[Tensor, "groups clusters width"], apart: float) -> Int[Tensor, "groups clusters"]:

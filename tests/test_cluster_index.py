@@ -24,6 +24,7 @@ def build(members: list[list[int]]) -> ClusterIndex:
     sizes = tuple(map(len, members))
     return ClusterIndex(
         rows=torch.tensor([column for cluster in members for column in cluster], dtype=torch.int64),
+        columns=[column for cluster in members for column in cluster],
         sizes=sizes,
         counts=torch.tensor(sizes, dtype=torch.int64),
         shares=(len(members), 0),

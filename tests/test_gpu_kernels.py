@@ -119,7 +119,7 @@ def another_each_time() -> Callable[[list[Tensor], list[Tensor]], None]:
     def change(before: list[Tensor], after: list[Tensor]) -> None:
         at = tuple(((after[0] != before[0]) & after[0].isfinite()).nonzero()[0])
         after[0][at] = (
-            after[0][at] + next(calls) if after[0].dtype == torch.uint8 else after[0][at] * 1.01 ** next(calls)
+            after[0][at] * 1.01 ** next(calls) if after[0].is_floating_point() else after[0][at] + next(calls)
         )
 
     return change

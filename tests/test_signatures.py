@@ -65,6 +65,27 @@ def numbered(code: RowCode, size: int) -> tuple[Tensor, Tensor, RowBase]:
     return coded, parts(size), RowBase(torch.zeros(size, 64), parts(size))
 
 
+def calls_of_picks() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        sketch, draws = torch.zeros(2, size, 64), torch.zeros(size, 4 + size % 7).double()
+        yield lambda op, sketch=sketch, draws=draws: op(sketch, sketch[..., 0] > 0, draws, 0.1)
+
+
+def calls_of_far() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        rank = torch.zeros(3, 2 * size)
+        yield lambda op, rank=rank, empty=rank[:, :size] > 0: op(rank, empty, 0.1)
+
+
+def calls_of_turn() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        directions, flags = torch.zeros(2, size, 64), torch.zeros(2, size) > 0
+        rows, inverse = torch.zeros(2, size + 1, 64).bfloat16()[:, 1:], torch.zeros(2, size + 1)[:, 1:]
+        yield lambda op, of=directions, flags=flags, rows=rows, inverse=inverse: op(
+            of, of, flags, flags.long(), rows, inverse
+        )
+
+
 def parts(size: int) -> Tensor:
     """Numbers that begin within their memory."""
     return torch.arange(size + 1)[1:]
@@ -75,6 +96,9 @@ CALLS: dict[str, tuple[str, Iterator[Callable[[Any], object]], int]] = {
     **{f"block_attention, {code}": ("block_attention", calls_of_attention(code), 2) for code in (None, *RowCode)},
     **{f"scatter_rows, {code}": ("scatter_rows", calls_of_scatter(code), 1) for code in (None, *RowCode)},
     "rotate": ("rotate", calls_of_rotate(), 1),
+    "greedy_picks": ("greedy_picks", calls_of_picks(), 1),
+    "far_rows": ("far_rows", calls_of_far(), 1),
+    "turn_directions": ("turn_directions", calls_of_turn(), 1),
     **{f"encode_rows, {code}": ("encode_rows", calls_of_encode(code), 1) for code in RowCode},
     **{f"decode_rows, {code}": ("decode_rows", calls_of_decode(code), 1) for code in RowCode},
 }

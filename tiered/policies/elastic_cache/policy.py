@@ -28,6 +28,9 @@ class ElasticCache(Policy):
     last step committed, and the tracked tokens. In each layer, these are the tokens that the window attended to most in
     the last step. If their attention weights have changed, all rows are recomputed from the next layer up.
 
+    The host reads this decision once in each layer, because it sets the number of rows of the next layer. If the
+    decision stayed on the device, every layer of a step would compute all rows.
+
     Attributes:
         window: number of first masked positions, which a step recomputes and may commit.
         similarity_threshold: γ, cosine similarity below which attention has moved; −1 for never, above 1 for always.

@@ -41,7 +41,7 @@ class ElasticStep:
     def _begin(self, forward: Forward, pass_: Pass) -> None:
         length, window, shape = forward.length, self._step.window.shape[1], forward.model.shape
         self._tracked.begin(shape, len(self._step.due), length, pass_.hidden)
-        self._widening = Widening(self._step, pass_, length)
+        self._widening, self._masked = Widening(self._step, pass_, length), ~self._step.committed
         self._storing = Storing(self._step, pass_.rows, length, apart=self._apart)
         dtype = str(pass_.hidden.dtype).removeprefix("torch.")
         sizes = CallShape(shape=shape, batch=len(pass_.hidden), context=length, block_length=window, dtype=dtype)
@@ -83,12 +83,13 @@ class ElasticStep:
         forward, layer = asked.forward, asked.layer
         tracked, step, widening = self._tracked, self._step, self._widening
         columns, keys = tracked.columns(layer), forward.keys(layer)
-        moved = torch.zeros_like(widening.full)
+        moved = None
         if past is not None:
-            known = columns != NONE
-            alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
+            known, now = columns != NONE, weights_of(forward, layer, asked.at(columns.clamp_min(0)), columns, keys)
+            alike = similarity(past, now).where(known, 0.0)
+            del now
             # Without tracked tokens the mean is NaN, which is not below the threshold.
-            moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < self._threshold)
+            moved = widening.narrow & (alike.sum(dim=1) / known.sum(dim=1) < self._threshold)
         # A noise mask hides no column from the window, which is masked.
         mass = attention_received(
             asked.at(step.window),
@@ -99,20 +100,18 @@ class ElasticStep:
             soft_cap=forward.model.shape.soft_cap,
             sink_keys=forward.model.sink_keys(layer),
         )
-        most, chosen = mass.masked_fill_(~step.committed, -1.0).topk(columns.shape[1], dim=1)
-        chosen = chosen.where(most >= 0, NONE)
+        most, chosen = mass.masked_fill_(self._masked, -1.0).topk(columns.shape[1], dim=1)
+        held, others = most >= 0, 0
         found = asked.at(chosen)
-        widen, others = None, 0
-        if past is not None:
-            absent = (chosen != NONE) & (widening.place.gather(1, chosen.clamp_min(0)) < 0) & step.active[:, None]
-            widening.full |= moved
-            settled = (widening.full | ~step.active).all()
-            read = torch.stack([moved.any(), absent.any(), settled, widening.others()]).tolist()
-            widen, others, widening.settled = moved if read[0] else None, read[3], bool(read[2])
+        if moved is not None:
+            absent = held & (widening.place.gather(1, chosen) < 0) & step.active[:, None]
+            widening.widen(moved)
+            read = torch.stack([moved.any(), absent.any(), widening.narrow.any(), widening.others()]).tolist()
+            moved, others, widening.settled = moved if read[0] else None, read[3], not read[2]
             if read[1]:
                 found = found.where(~absent[:, None, :, None], asked.stored(chosen))
-        tracked.put(layer, chosen, found, step.active)
-        return widen, others
+        tracked.put(layer, chosen.where(held, NONE), found, step.active)
+        return moved, others
 
 
 class Storing:
@@ -182,7 +181,7 @@ class LayerQueries:
     def at(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
         """Queries of columns that have a row; undefined for other columns."""
         batch = len(self.place)
-        place = self.place.gather(1, columns.clamp_min(0)).clamp_min(0)
+        place = self.place.gather(1, columns).clamp_min(0)
         if self.of_rows is None:
             hidden = self.pass_.hidden[:batch]
             return self._projected(columns, hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2])))
@@ -191,14 +190,14 @@ class LayerQueries:
 
     def stored(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
         """Queries of any columns, from the last step that computed them."""
-        rows, batch = Rows.at(columns.clamp_min(0)), len(columns)
+        rows, batch = Rows.at(columns), len(columns)
         if self.layer == 0:
             return self._projected(columns, self.forward.model.embed(rows.columns(self.pass_.ids[:batch])))
         return self._projected(columns, rows.take(self.forward.store.view(Feature.HIDDEN, self.layer)[:batch])[:, 0])
 
     def _projected(self, columns: Tensor, hidden: Float[Tensor, "batch n width"]) -> Tensor:
         normed = self.forward.model.attention_norm(self.layer, hidden)
-        return self.forward.queries(self.layer, Rows.at(columns.clamp_min(0)), normed)
+        return self.forward.queries(self.layer, Rows.at(columns), normed)
 
 
 @spanned(Op.WATCH)

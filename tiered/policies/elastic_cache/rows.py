@@ -69,8 +69,11 @@ class Tracked:
     ) -> None:
         """Track other tokens in `layer`, in the sequences that are True in `here`."""
         assert self._columns is not None and self._queries is not None, "a step begins with `begin`"
-        self._columns[layer] = columns.where(here[:, None], self._columns[layer])
-        self._queries[layer] = queries.where(here[:, None, None, None], self._queries[layer])
+        for new, kept, mask in (
+            (columns, self._columns[layer], here[:, None]),
+            (queries, self._queries[layer], here[:, None, None, None]),
+        ):
+            torch.where(mask, new, kept, out=kept)
 
     def mask(self, committed: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
         """True at the tokens that any layer tracks, with the shape of `committed`."""
@@ -161,12 +164,14 @@ class Widening:
 
     Attributes:
         full: True for sequences that recompute every row.
-        settled: whether all active sequences are full.
+        narrow: True for active sequences that do not.
+        settled: whether no sequence is narrow.
         place: number of each column's row among the valid rows; −1 for no row.
     """
 
     def __init__(self, step: WindowRows, pass_: Pass, length: int) -> None:
         self.full, self.settled = step.due.clone(), step.all_due
+        self.narrow = step.active & ~step.due
         self._step, self._others = step, step.others
         self._twice = len(pass_.hidden) > len(step.due)
         self._length = length
@@ -200,6 +205,11 @@ class Widening:
         rows = Rows.at(torch.cat([front.index, behind.index], dim=1), torch.cat([front.flags, behind.flags], dim=1))
         self.place = self._places(rows)
         return replace(pass_, rows=rows, hidden=hidden)
+
+    def widen(self, moved: Bool[Tensor, " batch"]) -> None:
+        """Mark `moved`, which are narrow, as full."""
+        self.full |= moved
+        self.narrow ^= moved
 
     def _beside(self, count: int) -> Rows:
         beside = self.place < 0

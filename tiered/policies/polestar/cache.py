@@ -16,7 +16,7 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
-from tiered.core.spans import span, spanned
+from tiered.core.spans import spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
@@ -182,8 +182,7 @@ class Refresh:
         indices = cache.cluster(pass_.hidden, self._areas, self._pads) if leads else []
         if not any(index.clusters for index in indices):
             return forward.dense(layer, pass_)
-        with span(Op.CLUSTERING):  # reads from the device once a sequence
-            members = [Members.of(index.rows.tolist(), index.sizes, forward.length) for index in indices]
+        members = [Members.of(index.columns, index.sizes, forward.length) for index in indices]
         stored = forward.stored if layer else None
         if stored is not None:
             for region, (rows, index, own) in enumerate(zip(pass_.hidden, indices, members, strict=True)):
