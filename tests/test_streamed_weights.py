@@ -33,6 +33,7 @@ from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_experts import StreamedExperts
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
+from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.projection import adjoining
 from tiered.kernels.row_code import RowCode, WeightCode
@@ -329,6 +330,32 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
             owner.synchronize()
         assert torch.equal(runtime.logits(ids), expected)
         owners.clear()
+
+
+@pytest.mark.parametrize("streamed", [LAYERS - 1, LAYERS])
+def test_two_slots_take_turns_so_a_recorded_step_serves_every_other_one(
+    streamed: int, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Every one, if an even number of layers streams: slots and homes stay in place, as a CUDA graph needs them."""
+    runtime = loaded(checkpoints("llada"), budget=budget_for(loaded(checkpoints("llada")), streamed))
+    used: list[tuple[int, int, int]] = []
+    show = WeightRecords.show
+
+    def shown(records: WeightRecords, layer: int, record: Tensor) -> None:
+        weights = runtime._call.weights
+        assert isinstance(weights, StreamedWeights) and weights._homes is not None
+        memory = weights._homes.residency.home(layer).memory
+        assert memory is not None, "it is in host memory"
+        if records._shown != layer:
+            used.append((layer, record.data_ptr(), memory.data_ptr()))
+        show(records, layer, record)
+
+    monkeypatch.setattr(WeightRecords, "show", shown)
+    answer(runtime)
+    steps = [used[first : first + streamed] for first in range(0, len(used), streamed)]
+    turns = 1 + streamed % 2
+    assert len(steps) >= 8 and steps[turns:] == steps[:-turns]
+    assert (steps[1:] == steps[:-1]) == (turns == 1) and len({slot for _, slot, _ in used}) == 2
 
 
 def test_loading_and_calls_may_differ_in_their_mode(checkpoints: Callable[[str], Path]):
