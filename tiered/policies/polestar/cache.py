@@ -167,7 +167,7 @@ class Refresh:
         first, stop, length = step.first_row, step.stop, step.canvas.length
         before, behind = (length, length) if window is None else (blocks * (stop - step.start) for blocks in window)
         self._areas = (max(0, first - before), first), (stop, min(length, stop + behind))
-        self._cache, self._current, self._pads = cache, (first, stop), step.canvas.pads.tolist()
+        self._cache, self._current, self._pads = cache, (first, stop), [*step.canvas.pad_counts]
 
     def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         cache = self._cache
