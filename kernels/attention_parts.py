@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
+from tiered.kernels.row_bits import byte_at, fp8_values, nvfp4_values, row_scales
 from tiered.kernels.row_code import RowCode
 
 CODES = {None: 0, RowCode.FP8: 1, RowCode.NVFP4: 2}
@@ -44,7 +44,10 @@ def rows_at(
 ):  # fmt: skip
     """Rows of keys or values [FORM.keys, ELEMENTS], twice; in NVFP4 their even elements, and their odd ones: FILLED
     elements behind FIRST. Each row begins at a multiple of ALIGNED bytes. The hint is here, because the compiler drops
-    hints on a helper's arguments."""
+    hints on a helper's arguments.
+
+    A coded row begins at a word and not at a vector, so its codes are copied by 4 bytes. No load has fewer: the byte of
+    a scale comes in its word, which the scales of up to four groups share."""
     at = column.to(tl.int64) * column_stride
     element = tl.arange(0, ELEMENTS)
     own = seen[:, None] & (element < FILLED)[None, :]
@@ -56,17 +59,17 @@ def rows_at(
         row = tl.multiple_of(start + at * 4, [ALIGNED])
         if FORM.code == _FP8:
             codes = tl.load(row[:, None] + (FIRST + element)[None, :], own, other=0)
-            scale = row_scales(tl.load(row + FORM.head_dim, seen, other=1))
+            scale = row_scales(byte_at(row, FORM.head_dim, seen))
             even = fp8_values(codes) * scale[:, None]
             odd = even
         else:
+            scale = row_scales(byte_at(row, FORM.head_dim // 16 * 9, seen))
             group = tl.arange(0, ELEMENTS // 8)
             own = seen[:, None] & (group < (FILLED + 15) // 16)[None, :]
             byte = (FIRST // 2 + group * 8)[:, None] + tl.arange(0, 8)[None, :]
             codes = tl.load(row[:, None, None] + byte[None, :, :], own[:, :, None], other=0)
             scale_at = FORM.head_dim // 2 + FIRST // 16 + group
-            block_scales = tl.load(row[:, None] + scale_at[None, :], own, other=0)
-            scale = row_scales(tl.load(row + FORM.head_dim // 16 * 9, seen, other=1))
+            block_scales = byte_at(row[:, None], scale_at[None, :], own)
             even, odd = nvfp4_values(codes, block_scales, scale, FORM.keys, ELEMENTS // 8)
     return even, odd
 

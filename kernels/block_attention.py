@@ -163,6 +163,7 @@ def _block_attention(
     if FORM.code == _NVFP4:
         tl.store(target + 1, (odd_total / whole).to(mixed.dtype.element_ty), own)
     sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
+    there = folded // rows < group  # anew, so that the loop keeps no register for it
     tl.store(peaks + sum_at, peak, there)
     tl.store(masses + sum_at, mass, there)
 

@@ -7,15 +7,17 @@ from torch import Tensor
 
 from tiered.kernels.launch import RowTile, launch, power_of_2
 from tiered.kernels.row_base import RowBase, base_arguments
-from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values, row_scales
-from tiered.kernels.row_code import Code, RowLayout
+from tiered.kernels.row_bits import bf16_values, byte_at, fp8_values, nvfp4_values, row_scales
+from tiered.kernels.row_code import WORD, Code, RowLayout
 
 BLOCK_ROWS = 4
 MOST_ELEMENTS = 1024  # of a row in a program
 
 
 # Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16.
-@triton.jit(do_not_specialize=["count", "size"], do_not_specialize_on_alignment=["numbers", "of_row", "places"])
+@triton.jit(
+    do_not_specialize=["count", "size"], do_not_specialize_on_alignment=["coded", "numbers", "of_row", "places"]
+)
 def _decode_rows(
     coded, numbers, bases, base_step, of_row, out, out_step, size, places, count, ROW: tl.constexpr, TILE: tl.constexpr
 ):
@@ -27,8 +29,8 @@ def _decode_rows(
     if numbers is not None:
         source = tl.load(numbers + row, there, other=0)
     # The hint that rows are whole words lets the compiler load several codes at once.
-    start = coded + tl.multiple_of(source * ROW.row_bytes, [4])
-    scale = row_scales(tl.load(start + ROW.scale_at, there, other=0))
+    start = tl.multiple_of(coded + source * ROW.row_bytes, [4])
+    scale = row_scales(byte_at(start, ROW.scale_at, there))
     if ROW.fp8:
         values = fp8_values(tl.load(start[:, None] + element[None, :], own, other=0)) * scale[:, None]
     else:
@@ -37,7 +39,7 @@ def _decode_rows(
         filled = there[:, None] & (group < ROW.code_bytes // 8)[None, :]
         byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
         codes = tl.load(start[:, None, None] + byte[None, :, :], filled[:, :, None], other=0)
-        block_scales = tl.load(start[:, None] + (ROW.code_bytes + group)[None, :], filled, other=0)
+        block_scales = byte_at(start[:, None], (ROW.code_bytes + group)[None, :], filled)
         even, odd = nvfp4_values(codes, block_scales, scale, TILE.rows, groups)
         values = tl.interleave(even, odd)
     if bases is not None:
@@ -62,10 +64,13 @@ def decode_rows(
     base: RowBase | None = None,
 ) -> None:
     """As in decode_rows_ref.py, for the codes of `RowCode`. Triton takes a pinned host tensor for `coded` like one on
-    the device, by its address on the device. It raises ValueError for pageable memory."""
+    the device, by its address on the device. It raises ValueError for pageable memory, and for rows that begin at no
+    multiple of 4 bytes."""
     elements, count = out.shape[1], len(coded) if numbers is None else len(numbers)
     if not count:
         return
+    if coded.data_ptr() % WORD:
+        raise ValueError(f"rows in {code} must begin at multiples of {WORD} bytes")
     tile, row = tile_of(elements), RowLayout.of(code, elements, residual=base is not None)
     grid = -(-count // tile.rows), -(-elements // tile.elements)
     arguments = coded, numbers, *base_arguments(base), out, out.stride(0), len(out), places, count

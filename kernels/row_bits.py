@@ -21,8 +21,16 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def byte_at(row, at, own):
+    """Byte `at` of rows of whole words, as uint32; 0 where not `own`. Its word is loaded, because a copy to shared
+    memory past the registers has at least 4 bytes. A loop would wait in every turn for a byte by itself."""
+    word = (row + at // 4 * 4).to(tl.pointer_type(tl.uint32), bitcast=True)
+    return (tl.load(word, own, other=0) >> (at % 4 * 8)) & 0xFF
+
+
+@triton.jit
 def row_scales(exponents):
-    """uint8 E8M0, at least 1, to float32; the mark of a row that was not finite becomes NaN."""
+    """Codes in E8M0 to float32, from 1 on; the mark of a row that was not finite becomes NaN."""
     scale = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return tl.where(exponents == _NOT_FINITE, float("nan"), scale)
 

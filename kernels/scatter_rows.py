@@ -15,7 +15,7 @@ WARPS = 8
 
 
 # Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16. The
-# alignment of rows is an argument of its own, because coded rows begin at whole words.
+# alignment of rows and their size are constants, because coded rows are whole words and no multiples of 16 bytes.
 @triton.jit(
     do_not_specialize=[
         *("target_batch", "target_head", "target_column", "value_batch", "value_head", "value_row"),
@@ -27,8 +27,8 @@ def _scatter(
     target, values, index, valid,
     target_batch, target_head, target_column, target_element,
     value_batch, value_head, value_row, value_element,
-    index_batch, index_row, valid_batch, valid_row, rows, length, elements,
-    MASKED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    index_batch, index_row, valid_batch, valid_row, rows, length,
+    ELEMENTS: tl.constexpr, MASKED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     head = tl.program_id(1).to(tl.int64)
@@ -40,7 +40,7 @@ def _scatter(
     # A column out of range is a caller's error, but must not write outside the store.
     written &= (column >= 0) & (column < length)
     element = tl.arange(0, TILE.elements)
-    mask = written[:, None] & (element < elements)[None, :]
+    mask = written[:, None] & (element < ELEMENTS)[None, :]
     value_at = batch * value_batch + head * value_head + row.to(tl.int64) * value_row
     value_start = tl.multiple_of(values + value_at, [ALIGNED])
     value = tl.load(value_start[:, None] + (element * value_element)[None, :], mask)
@@ -71,9 +71,9 @@ def scatter_rows(
     tensors = target, values, index, flags
     strides = [stride for tensor in tensors for stride in tensor.stride()]
     aligned = min(_alignment(target), _alignment(values))
-    options = {"MASKED": valid is not None, "ALIGNED": aligned, "TILE": tile, "num_warps": WARPS}
+    options = {"ELEMENTS": elements, "MASKED": valid is not None, "ALIGNED": aligned, "TILE": tile}
     grid = -(-rows // tile.rows), heads, batch
-    launch(_scatter, grid, *tensors, *strides, rows, length, elements, **options, on=target)
+    launch(_scatter, grid, *tensors, *strides, rows, length, **options, num_warps=WARPS, on=target)
 
 
 def tile_of(elements: int) -> RowTile:

@@ -7,7 +7,7 @@ sum. So sums are more accurate than those of the oracles, which round every valu
 import triton
 import triton.language as tl
 
-from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values
+from tiered.kernels.row_bits import bf16_values, byte_at, fp8_values, nvfp4_values
 
 
 @triton.jit
@@ -63,6 +63,6 @@ def _pairs(start, first, there, ROW: tl.constexpr, TILE: tl.constexpr):
         even = tl.reshape((((pairs & 15) ^ 8) - 8).to(tl.float32) * scale, (TILE.out, TILE.inner // 2))
         odd = tl.reshape((((pairs >> 4) ^ 8) - 8).to(tl.float32) * scale, (TILE.out, TILE.inner // 2))
     else:
-        block_scales = tl.load(scales[:, None] + group[None, :], known, other=0)
+        block_scales = byte_at(scales[:, None], group[None, :], known)
         even, odd = nvfp4_values(codes, block_scales, tl.full([TILE.out], 1.0, tl.float32), TILE.out, groups)
     return even, odd

@@ -77,6 +77,9 @@ for path in map(Path, paths):
                 raise ValueError(f"{binary.metadata.shared} bytes of shared memory; {allowed} are allowed")
             if (copied := copied_in_loops(binary.asm["ptx"], 32 * wanted.num_warps)) < wanted.copied:
                 raise ValueError(f"its loops copy {copied} bytes past the registers; {wanted.copied} are needed")
+            loads = len(re.findall(r"\\bld\\.global[.\\w:]*\\.[bsu]8\\b", binary.asm["ptx"]))
+            if loads > wanted.byte_loads:
+                raise ValueError(f"it loads {loads} times one byte; {wanted.byte_loads} are allowed")
             compiled += 1
         except Exception as error:
             failures[name] = f"{type(error).__name__}: {error}"
@@ -118,7 +121,8 @@ REFUSED = {
 SOURCES = {name: KERNEL.format(body=body, compilations=ONCE) for name, body in REFUSED.items()} | {
     "empty": KERNEL.format(body=COPY, compilations="()"),
     "unlisted": KERNEL.format(body=COPY, compilations="()").replace("COMPILATIONS", "OTHER"),
-    "good": KERNEL.format(body=COPY, compilations=ONCE),
+    "bytes": KERNEL.format(body=COPY, compilations=ONCE),
+    "good": KERNEL.format(body=COPY, compilations=f"({ONCE[1:-2].removesuffix(')')}, byte_loads=1),)"),
 }
 SOURCES["counts"] = SOURCES["good"].replace("kernel(source, target)", "kernel(source, target, splits)")
 SOURCES["counts"] = SOURCES["counts"].replace("'target': '*fp32'", "'target': '*fp32', 'splits': 'i32'")
@@ -220,6 +224,7 @@ def test_what_does_not_compile_is_reported(outcome: dict):
         "global_of_the_module": "OUTSIDE",
         "shared_memory": "bytes of shared memory",
         "spills": "Registers are spilled",
+        "bytes": "it loads 1 times one byte; 0 are allowed",
         "counts": "specialised by ['splits']",
     }.items():
         assert reason in outcome["failures"][f"{name}.kernel[0] for sm_90"]

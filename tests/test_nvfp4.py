@@ -284,3 +284,12 @@ def test_triton_writes_and_reads_the_same_bytes(kind: str):
         coded.append(there.cpu())
         rows.append(out.cpu())
     assert torch.equal(*coded) and torch.equal(*rows)
+
+
+def test_triton_reads_rows_of_whole_words():
+    pytest.importorskip("triton")
+    from tiered.kernels import decode_rows
+
+    coded = torch.zeros(1 + RowCode.NVFP4.row_bytes(16), dtype=torch.uint8)[1:].view(1, -1)
+    with pytest.raises(ValueError, match="nvfp4 must begin at multiples of 4 bytes"):
+        decode_rows.decode_rows(coded, RowCode.NVFP4, torch.empty(1, 16))

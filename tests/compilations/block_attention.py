@@ -15,6 +15,7 @@ def _compilation(
     turning = (-1,) if pairs < 0 else (pairs, turning_elements(pairs, code))
     element_bytes = 4 if dtype == "fp32" else 2
     tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code, made=pairs >= 0)
+    of_sinks = "sink_keys sink_values" if code else ""
     of_queries, of_mixed = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
     of_stores = "key_batch key_head key_column value_batch value_head value_column"
     of_limits = "mask_batch mask_column start_batch start_row stop_batch stop_row table_batch table_column"
@@ -43,11 +44,12 @@ def _compilation(
             "ALIGNED": WORD if code else VECTOR,
             "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code), *turning),
         },
-        multiples=f"queries key_weight cos sin table_column mixed {of_queries} {of_mixed}",
+        multiples=f"queries {of_sinks} key_weight cos sin table_column mixed {of_queries} {of_mixed}",
         num_warps=tile.warps,
         num_stages=tile.stages,
         # A product in float32 has whole rows of both factors in registers.
         spills=dtype == "fp32" and (head_dim == 512 or (head_dim == 256 and code is not None)),
+        byte_loads=(32 if code else 52) if capped else 0,  # flags of the mask
         copied=(1 if pairs >= 0 else 2) * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
     )
 

@@ -14,15 +14,17 @@ COMPILATIONS = tuple(
             "target values": f"*{dtype}",
             "index": "*i64",
             "valid": "*u8",
-            f"{_STRIDES} rows length elements": "i32",
+            f"{_STRIDES} rows length": "i32",
         },
         constexprs={
             **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
+            "ELEMENTS": elements,
             "MASKED": masked,
             "ALIGNED": VECTOR if dtype != "u8" else WORD,
             "TILE": tile_of(elements),
         },
         num_warps=WARPS,
+        byte_loads=4 if masked else 0,
     )
     # Keys and values, and hidden states.
     for dtype, elements, masked in [

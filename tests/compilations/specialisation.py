@@ -20,6 +20,8 @@ class Compilation:
         num_warps: warps of a program.
         num_stages: tiles that a loop of a program has under way.
         copied: least bytes that one turn of its loops copies to shared memory past the registers.
+        byte_loads: most loads of one byte from global memory, a number that may only fall. Flags are bytes; of codes
+            and their scales, whole words are loaded.
         spills: True if registers may spill to memory.
         fp_fusion: True if `a * b + c` may become one fused instruction, which rounds once instead of twice.
     """
@@ -31,6 +33,7 @@ class Compilation:
     num_warps: int = 4
     num_stages: int = 3
     copied: int = 0
+    byte_loads: int = 0
     spills: bool = False
     fp_fusion: bool = True
 
