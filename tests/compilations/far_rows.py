@@ -16,5 +16,6 @@ COMPILATIONS = (
         },
         constexprs={"TILE": TILE},
         num_warps=WARPS,
+        byte_loads=16,  # flags
     ),
 )

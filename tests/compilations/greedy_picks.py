@@ -16,6 +16,7 @@ COMPILATIONS = tuple(
         constexprs={"TILE": tile_of(trials)},
         multiples="sketch width" if kernel is _measure else "",
         num_warps=warps_of(tile_of(trials)),
+        byte_loads=2 if kernel is _measure else 0,  # flags
     )
     for trials in (16, 32)
     for kernel, types in _TYPES.items()

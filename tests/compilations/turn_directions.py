@@ -18,6 +18,7 @@ COMPILATIONS = tuple(
         },
         constexprs={"BLOCK": power_of_2(width)},
         num_warps=warps_of(width),
+        byte_loads=1,  # a flag
     )
     for width in (4096, 3584, 8192, 128)
     for dtype in ("bf16", "fp32")
