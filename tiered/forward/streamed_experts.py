@@ -21,10 +21,10 @@ from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
 GROUP = 8  # experts that arrive: few, so that copies overlap computation; several, so that they share one wait
-SURE = 0.85  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
-MEMORY = 256
+SURE = 0.95  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
+MEMORY = 128
 MOST_ROWS = 4  # an expert that this many rows would pick is hardly less sure than one that more rows would
-_Kind = tuple[int, bool, int]
+_Kind = tuple[bool, int, bool, int]
 
 
 class StreamedExperts:
@@ -34,7 +34,7 @@ class StreamedExperts:
         assert now.experts is not None, "there are experts"
         self._records, self._experts = records, now.experts
         self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows last picked
-        self._guesses = _Guesses()
+        self._guesses = _Guesses(records.layers[-1])
         self._homes: WeightHomes | None = None
         self._most = 1
         self.recurs = partial(_recurs, self._last)
@@ -65,10 +65,11 @@ class StreamedExperts:
             key = layer, expert
             into = ready if residency.ready(key) else coming if residency.has(key) else missing
             into.append(expert)
-        foreseen = self._guesses.judge(picked)
+        foreseen = self._guesses.judge(layer, picked)
         self._homes.tiers.record(Picked(used=len(picked), resident=len(picked) - len(missing), foreseen=foreseen))
         self._last[layer] = frozenset(picked)
-        sure = self._guesses.make(likely, {expert for expert in likely if not residency.has((layer + 1, expert))})
+        absent = {expert for expert in likely if not residency.has((layer + 1, expert))}
+        sure = self._guesses.make(layer + 1, likely, absent)
         # Copies of guesses are under way already, so those come before what is missing.
         groups = [*_split(ready, self._most), *_split(coming + missing, min(GROUP, self._most))]
         ahead = [Wanted((layer, expert)) for group in groups for expert in group]
@@ -87,30 +88,36 @@ class StreamedExperts:
 class _Guesses:
     """The experts that the next layer will probably pick. All likely ones are judged, whether they are fetched or not.
 
-    The kind of a guess is the number of rows that would pick the expert, of how many picks of all rows, and whether it
-    has a slot. Most picks recur, so guesses of experts in slots are surer. A pass over a prompt picks nearly all
-    experts, so that every guess is right, which says nothing of a step.
+    The kind of a guess is the number of rows that would pick the expert, of how many picks of all rows, whether it has
+    a slot, and whether it is of the last layer. Most picks recur, so guesses of experts in slots are surer. A pass over
+    a prompt picks nearly all experts, so that every guess is right, which says nothing of a step. And it ends in front
+    of the last layer's experts.
     """
 
-    def __init__(self) -> None:
-        self._kinds: dict[int, _Kind] = {}  # of the last guesses, by expert
+    def __init__(self, last: int) -> None:
+        """`last`: the last layer with experts."""
+        self._last, self._layer = last, 0
+        self._kinds: dict[int, _Kind] = {}  # of the last guesses, which are of `_layer`, by expert
         self._right = defaultdict[_Kind, float](float)
         self._made = self._right.copy()
 
-    def make(self, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
+    def make(self, layer: int, likely: Mapping[int, int], missing: Collection[int]) -> list[int]:
         """The `likely` experts of a kind that was mostly right, the surest first.
 
         Args:
+            layer: the layer of the experts.
             likely: experts, and how many rows would pick each.
             missing: experts without a slot.
         """
-        picks = sum(likely.values())
-        self._kinds = {expert: (picks, expert in missing, min(rows, MOST_ROWS)) for expert, rows in likely.items()}
+        self._layer, of_all = layer, (layer == self._last, sum(likely.values()))
+        self._kinds = {e: (*of_all, e in missing, min(rows, MOST_ROWS)) for e, rows in likely.items()}
         shares = {expert: self._share(kind) for expert, kind in self._kinds.items()}
         return sorted((expert for expert in likely if shares[expert] >= SURE), key=shares.__getitem__, reverse=True)
 
-    def judge(self, picked: Sequence[int]) -> int:
-        """Compare the last guesses with the experts that were `picked`; returns how many of these were guessed."""
+    def judge(self, layer: int, picked: Sequence[int]) -> int:
+        """Compare the last guesses with the experts that `layer` picked; returns how many of these were guessed. If it
+        is another layer than theirs, all were wrong."""
+        picked = picked if layer == self._layer else ()
         for expert, kind in self._kinds.items():
             self._made[kind] += 1
             self._right[kind] += expert in picked
