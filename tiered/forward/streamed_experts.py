@@ -88,10 +88,10 @@ class StreamedExperts:
 class _Guesses:
     """The experts that the next layer will probably pick. All likely ones are judged, whether they are fetched or not.
 
-    The kind of a guess is how many rows would pick the expert, how often all rows would pick, and whether it has a slot.
-    Most picks recur, so guesses of experts in slots are surer. A pass over a prompt picks nearly all experts, so that
-    every guess is right, which says nothing of a step. It ends in front of the last layer's experts, so those are a
-    kind of their own.
+    The kind of a guess is how many rows would pick the expert, how often all rows would pick, and whether it has a
+    slot. Most picks recur, so guesses of experts in slots are surer. A pass over a prompt picks nearly all experts, so
+    that every guess is right, which says nothing of a step. It ends in front of the last layer's experts, so those are
+    a kind of their own.
     """
 
     def __init__(self, last: int) -> None:
