@@ -2,7 +2,7 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.expert_outputs import _CHUNK, _align, _expert_product, _sum
+from tiered.kernels.expert_outputs import _CHUNK, _SUM_WARPS, _align, _expert_product, _sum
 from tiered.kernels.expert_table import TILE_ROWS
 from tiered.kernels.row_code import RowLayout, WeightCode
 from tiered.kernels.weight_product import tile_of, warps_of
@@ -49,6 +49,7 @@ COMPILATIONS = (
             types={"total outputs": f"*{dtype}", "weights": "*fp32", "picked width": "i32"},
             constexprs={"CHUNK": _CHUNK},
             multiples="total outputs weights width",
+            num_warps=_SUM_WARPS,
             fp_fusion=False,
         )
         for dtype in ("bf16", "fp16", "fp32")
