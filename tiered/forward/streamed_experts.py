@@ -52,8 +52,8 @@ class StreamedExperts:
     def groups(
         self, layer: int, picked: Sequence[int], likely: Mapping[int, int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
-        """The `picked` experts of a layer, in groups. A group stays in slots until the next one is taken. `likely`:
-        experts that rows would pick in the next layer, and how many.
+        """The `picked` experts of a layer, in groups. A group stays in slots until the next one is taken. `likely`: how
+        many rows would pick an expert of the next layer, by expert.
 
         Raises:
             TransferError: a copy failed.

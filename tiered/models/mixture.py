@@ -31,8 +31,8 @@ class ExpertSource(Protocol):
     """Experts that are not all on the device."""
 
     def groups(self, layer: int, picked: Sequence[int], likely: Mapping[int, int]) -> Iterable[Group]:
-        """The `picked` experts of a layer, in groups. `likely`: experts that rows would pick in the next layer, and how
-        many rows."""
+        """The `picked` experts of a layer, in groups. `likely`: how many rows would pick an expert of the next layer,
+        by expert."""
         ...
 
 
