@@ -14,7 +14,7 @@ from torch import Tensor
 from training import tasks
 from workloads.oracles import KEPT, Oracle
 from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
-from workloads.selection_answers import REFERENCES, check_arm, forced, forced_kl, measure, policy_of
+from workloads.selection_answers import ALONE, REFERENCES, check_arm, forced, forced_kl, measure, policy_of
 from workloads.selectors import BlockLayer, Look
 
 import tiered
@@ -122,7 +122,7 @@ def test_an_update_renews_the_chosen_rows_and_no_others(runtime: Runtime, select
         if kind is StepKind.STEP:
             assert not changed
         elif kind is StepKind.UPDATE:
-            columns = next(updates)
+            (columns,) = next(updates)
             assert columns == sorted({*columns}) and len(columns) == renewed_rows(share, OUTSIDE)
             block = range(PROMPT + number - at, PROMPT + number - at + BLOCK)
             assert not {*columns} & {*block} and changed == {*columns}
@@ -134,7 +134,7 @@ def test_every_row_is_renewed_before_any_is_again(runtime: Runtime, selector: st
     updates = chosen(runtime, selector=selector, share=0.5)[0].policy.chosen
     for first, second, block in (*updates[:2], 0), (*updates[2:], 1):
         start = PROMPT + block * BLOCK
-        assert sorted(first + second) == [c for c in range(OUTSIDE + BLOCK) if not start <= c < start + BLOCK]
+        assert sorted(first[0] + second[0]) == [c for c in range(OUTSIDE + BLOCK) if not start <= c < start + BLOCK]
 
 
 @EVERY
@@ -147,10 +147,10 @@ def test_oracles_are_nearer_to_none_than_chance(runtime: Runtime):
     means = dict.fromkeys(("oracle_output", "oracle", "random", "frozen"), 0.0)
     for seed in range(3):
         none = forced(runtime, chat(seed), CALL)
-        assert forced_kl(forced(runtime, chat(seed), CALL, none)) == 0
+        assert forced_kl(forced(runtime, chat(seed), CALL, none)) == [0]
         for arm in means:
             policy = policy_of(arm, 0.0 if arm == "frozen" else 0.25, INTERVAL, seed=seed, areas=(PROMPT, BLOCK))
-            means[arm] += forced_kl(forced(runtime.with_policy(policy), chat(seed), CALL, none))
+            means[arm] += sum(forced_kl(forced(runtime.with_policy(policy), chat(seed), CALL, none)))
     assert 0 < means["oracle"] < means["random"] < means["frozen"]
     assert 0 < means["oracle_output"] < means["random"]
 
@@ -161,7 +161,7 @@ def test_the_oracle_foresees_the_change_of_one_row(runtime: Runtime):
 
     class Probed(Oracle):
         def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Tensor:
-            scores, store, layer, column = super().change(look, of, fresh), look.forward.store, of.layer, 5
+            scores, store, layer, column = super().change(look, of, fresh)[0], look.forward.store, of.layer, 5
             kept = {feature: store.view(feature, layer)[:, :, column].clone() for feature in KEPT}
             for feature in KEPT:
                 store.view(feature, layer)[:, :, column] = fresh.store.view(feature, layer)[:, :, column]
@@ -169,9 +169,9 @@ def test_the_oracle_foresees_the_change_of_one_row(runtime: Runtime):
             for feature, rows in kept.items():
                 store.view(feature, layer)[:, :, column] = rows
             moved = look.forward.model.attention_out(layer, mixed - of.mixed)
-            exact = (moved.square().sum(-1) / of.hidden.square().sum(-1))[0, look.pending].sum()
+            exact = (moved.square().sum(-1) / of.hidden.square().sum(-1))[look.pending].sum()
             figures.append((scores[column].item(), exact.item()))
-            return scores
+            return scores[None]
 
     with patch.dict(SELECTORS, {"oracle": Probed}):
         chosen(runtime, selector="oracle", share=0.1)
@@ -255,11 +255,37 @@ def test_what_is_not_in_the_study_is_named(axes: dict[str, Any], told: str):
         list(study.points(study.AXES | axes))
 
 
-def test_a_selector_is_asked_of_one_sequence(runtime: Runtime):
+@pytest.mark.parametrize("selector", ["oldest", "round_robin", "attention_pending", "drift_attention", "oracle"])
+def test_prompts_asked_together_choose_as_they_do_alone(runtime: Runtime, selector: str):
+    # Answers end in different blocks, so that some sequences wait, and some leave before the others.
+    asked = [("copy", 16), ("remove", 15), ("copy", 16), ("sort", 16)]
+    examples = [tasks.sample(task, "validation", seed, size=size) for seed, (task, size) in enumerate(asked)]
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+    call: dict[str, Any] = {"max_new_tokens": 3 * BLOCK, "block_length": BLOCK}
+
+    def answered(own: list[Any], seed: int) -> tuple[list[str], list[int], list[float]]:
+        policy = Selecting(selector=selector, share=0.2, interval=INTERVAL, seed=seed)
+        out = runtime.with_policy(policy).generate(own, **call)
+        none = forced(runtime, own, call)
+        assert out.text is not None
+        return out.text, out.forwards, forced_kl(forced(runtime.with_policy(policy), own, call, none))
+
+    alone = [answered([each], seed) for seed, each in enumerate(chats)]
+    texts, forwards, kl = answered(chats, 0)
+    assert texts == [text for (text,), _, _ in alone] and forwards == [count for _, (count,), _ in alone]
+    assert kl == pytest.approx([value for _, _, (value,) in alone], rel=1e-3)
+    assert len({*forwards}) > 1
+
+
+def test_what_a_selector_cannot_be_asked_is_named(runtime: Runtime):
     with pytest.raises(ValueError, match="selector 'newest'"):
         Selecting(selector="newest", share=0.1)
-    with pytest.raises(ValueError, match="2 sequences"):
-        runtime.with_policy(Selecting(selector="random", share=0.1)).generate(chat() * 2, **CALL)
+    for selector, other, told in (
+        (ALONE, chat(), "2 sequences"),
+        ("random", [[{"role": "user", "content": "a"}]], "pads"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            runtime.with_policy(Selecting(selector=selector, share=0.1)).generate(chat() + other, **CALL)
     with pytest.raises(RefusedError):
         list(measure(settings("drift", [10], call={"max_new_tokens": 0}), paths={"embedded": "embedded"}))
     check_arm("polestar-rows")

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
+from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
@@ -34,21 +35,25 @@ class Oracle(Highest):
         its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e). What moves is a sum of v′, v and o
         with weights by row, so each goes through the output projection once."""
         model, layer = look.forward.model, of.layer
-        shape, weights = model.shape, look.weights(of)[0][:, look.pending]
-        sharing, queries = shape.heads // shape.kv_heads, of.queries[:, :, look.pending]
+        shape, sharing, pending = model.shape, model.shape.heads // model.shape.kv_heads, look.pending
+        # Places of the pending rows, and of others behind them in sequences that have fewer, which count nothing.
+        at = pending.long().sort(descending=True, stable=True).indices[:, : int(pending.sum(1).max())]
+        counted, rows = pending.gather(1, at), Rows.at(at)
+        weights, queries = rows.take(look.weights(of)), rows.take(of.queries)
         stores = look.forward.store, fresh.store
         (keys, values), (new_keys, new_values) = ([store.view(feature, layer) for feature in KEPT] for store in stores)
-        old, new = (attention_scores(queries, each, shape.soft_cap)[0] for each in (keys, new_keys))
+        old, new = (attention_scores(queries, each, shape.soft_cap) for each in (keys, new_keys))
         grown = (new - old).exp_()
         share = weights / (1 + weights * (grown - 1))
-        output = of.mixed[:, look.pending].unflatten(-1, (shape.heads, -1)).transpose(1, 2)
+        output = rows.take(of.mixed.unflatten(-1, (shape.heads, -1)).transpose(1, 2))
         projection = self.projection(look, layer)
-        rows = (each[0].repeat_interleave(sharing, 0) for each in (new_values, values))
-        by_new, by_old, by_output = (each.float() @ projection for each in (*rows, output[0]))
-        branch = torch.einsum("hpn,hnw->npw", share * grown, by_new)
-        branch -= torch.einsum("hpn,hnw->npw", share, by_old)
-        branch += torch.einsum("hpn,hpw->npw", share * (1 - grown), by_output)
-        return (branch.square_().sum(-1) / of.hidden[0, look.pending].float().square().sum(-1)).sum(-1)
+        stored = (each.repeat_interleave(sharing, 1) for each in (new_values, values))
+        by_new, by_old, by_output = (each.float() @ projection for each in (*stored, output))
+        branch = torch.einsum("bhpn,bhnw->bnpw", share * grown, by_new)
+        branch -= torch.einsum("bhpn,bhnw->bnpw", share, by_old)
+        branch += torch.einsum("bhpn,bhpw->bnpw", share * (1 - grown), by_output)
+        beside = rows.take(of.hidden[:, None])[:, 0].float().square().sum(-1)
+        return (branch.square_().sum(-1) / beside[:, None]).mul_(counted[:, None]).sum(-1)
 
     @staticmethod
     def projection(look: Look, layer: int) -> Float[Tensor, "heads head_dim width"]:
@@ -62,16 +67,19 @@ class Oracle(Highest):
 
 class OutputOracle(Selector):
     """Rows whose uncached keys and values, each row's alone, bring the logits of pending tokens nearest to those of
-    `none`, in KL. It takes a pass over the block for each row outside."""
+    `none`, in KL. It takes a pass over the block for each row outside, so a call has one sequence."""
 
-    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+    def choose(self, look: Look, count: int) -> Int[Tensor, "batch count"]:
+        if (sequences := len(look.forward.ids)) != 1:
+            raise ValueError(f"{sequences} sequences; a call of `oracle_output` has one")
         fresh, theirs = self._uncached(look)
-        columns, theirs = look.outside.nonzero()[:, 0], theirs[0, look.pending].double().log_softmax(-1)
+        pending, columns = look.pending[0], look.outside.nonzero()[:, 0]
+        theirs = theirs[0, pending].double().log_softmax(-1)
         kl = []
         for some in columns.split(PASSES_AT_ONCE):
-            ours = self._block_logits(look, fresh, some)[:, look.pending].double().log_softmax(-1)
+            ours = self._block_logits(look, fresh, some)[:, pending].double().log_softmax(-1)
             kl.append((theirs.exp() * (theirs - ours)).sum(-1).mean(-1))
-        return columns[torch.cat(kl).topk(count, largest=False).indices].sort().values
+        return columns[torch.cat(kl).topk(count, largest=False).indices].sort().values[None]
 
     def _uncached(self, look: Look) -> tuple[FeatureStore, Float[Tensor, "1 rows vocab"]]:
         """Keys and values of all rows in all layers, and logits of the block."""

@@ -54,13 +54,14 @@ def renewed_rows(share: float, outside: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selecting(Policy):
     """A block begins with a refresh, and a step recomputes the block, as in `fast_dllm_dual`. Steps that are an update
-    recompute the selector's rows beside it. A call has one sequence.
+    recompute the selector's rows beside it. Prompts of a call have equally many tokens.
 
     Attributes:
         selector: name in `SELECTORS`.
         share: of the rows outside the block that an update renews, from 0 (no update) to 1 (all of them).
-        interval: commits since the block's refresh or the last update that call for an update.
-        seed: of what the selector draws.
+        interval: commits since the block's refresh or the last update that call for an update, of the sequence that
+            commits most.
+        seed: of what the selector draws for the first sequence; the n-th one behind it has seed + n.
     """
 
     name: ClassVar[str] = "selecting"
@@ -83,21 +84,21 @@ class Renewing(PolicyState):
     """Counts commits, and lets the selector choose.
 
     Attributes:
-        chosen: columns that each update renewed.
+        chosen: columns that each update renewed, by sequence.
     """
 
     def __init__(self, policy: Selecting, selector: Selector) -> None:
         self._policy, self._selector = policy, selector
         self._since = 0
-        self.chosen: list[list[int]] = []
+        self.chosen: list[list[list[int]]] = []
 
     def rows(self, step: Step) -> Pass:
         canvas = step.canvas
-        if canvas.batch != 1:
-            raise ValueError(f"{canvas.batch} sequences; a selector's call has one")
+        if canvas.padded:
+            raise ValueError(f"pads {canvas.pad_counts}; a selector's call has prompts of equally many tokens")
         if step.number == 0:
             self._since = 0
-            self._selector.begin(canvas.length)
+            self._selector.begin(canvas.batch, canvas.length)
             return replace(step.over(0, canvas.length, StepKind.REFRESH), program=self._program(step))
         count = renewed_rows(self._policy.share, canvas.length - (step.stop - step.first_row))
         if self._since < self._policy.interval or not count:
@@ -108,7 +109,10 @@ class Renewing(PolicyState):
         )
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
-        self._since += int(committed.sum())
+        self._since += int(committed.sum(dim=1).max())
+
+    def keep(self, sequences: list[int]) -> None:
+        self._selector.keep(sequences)
 
     def _program(self, step: Step, *, renewing: int = 0) -> Callable[[Forward, int, Pass], Pass]:
         """The layers of a refresh, or of an update that is `renewing` so many rows. An update chooses before its first
@@ -124,7 +128,9 @@ class Renewing(PolicyState):
         return program
 
 
-def _widened(forward: Forward, pass_: Pass, columns: Int[Tensor, " chosen"]) -> Pass:
+def _widened(forward: Forward, pass_: Pass, columns: Int[Tensor, "batch chosen"]) -> Pass:
     """The pass over these columns too, behind its own."""
-    rows = Rows.at(torch.cat([pass_.rows.index[0], columns])[None])
+    own = pass_.rows.index.expand(len(columns), -1)
+    valid = None if pass_.rows.valid is None else pass_.rows.valid[:, :1].expand(-1, own.shape[1] + columns.shape[1])
+    rows = Rows.at(torch.cat([own, columns], dim=1), valid)
     return replace(pass_, rows=rows, hidden=forward.model.embed(rows.columns(pass_.ids)))

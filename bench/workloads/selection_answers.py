@@ -1,12 +1,13 @@
 """Answers and logits of caches that renew as many rows by different selectors, beside the model without a cache."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from measuring.table import Row
 from measuring.worker import refusing
 from torch import Tensor
@@ -15,10 +16,15 @@ from training import tasks
 import tiered
 from tiered.clustering.allocation import auto_clusters
 from tiered.core.checks import unknown_name
+from tiered.core.features import Account
 from tiered.core.modes import call_modes
+from tiered.core.rows import parts_of
 from tiered.decoding.asking import next_pass
+from tiered.forward.forward import Forward
+from tiered.forward.passes import StepKind
+from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.policies.base import Policy
+from tiered.policies.base import Policy, Step
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.selection import SELECTORS, Selecting, renewed_rows
@@ -28,6 +34,8 @@ NONE, FROZEN, ALL = "none", "frozen", "all"
 REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
 # Polestar's rules: in front of C, "auto", or "rows" for a cluster of each row.
 RULES: Mapping[str, str] = {"polestar-": "polestar", "fresh-": "polestar-fresh"}
+ALONE = "oracle_output"  # an arm whose calls have one prompt
+PROMPTS_AT_ONCE = 8  # of equally many tokens
 ATTENDED = "attended"  # the policy: it updates in every step, and begins as many blocks with a refresh as the others
 
 
@@ -74,44 +82,65 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     with refusing():
         runtime = tiered.from_pretrained(paths[settings["model"]], policy=NONE, device=settings["device"])
         found = {share: Figures() for share in settings["shares"]}
-        for number in range(settings["prompts"]):
-            seed = settings["seed"] + number
-            example = tasks.sample(settings["task"], settings["split"], seed, size=settings["size"])
-            compared = number < settings["kl_prompts"]
-            add_example(runtime, example, found, settings, seed=seed, compared=compared)
+        for prompts in asked_together(runtime, settings):
+            add_answers(runtime, prompts, found, settings)
     for share, figures in found.items():
         yield {"share": share} | figures.row()
 
 
-def add_example(
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt of a study: the seed it is drawn by, its tokens, and whether its logits are compared."""
+
+    seed: int
+    tokens: int
+    compared: bool
+    example: tasks.Example
+    chat: list[dict[str, str]]
+
+
+def asked_together(runtime: Runtime, settings: Mapping[str, Any]) -> Iterator[list[Asked]]:
+    """The prompts in order; those of a call have equally many tokens, and their logits are all compared or not."""
+
+    def asked(number: int) -> Asked:
+        seed, compared = settings["seed"] + number, number < settings["kl_prompts"] and settings["selector"] != NONE
+        example = tasks.sample(settings["task"], settings["split"], seed, size=settings["size"])
+        chat = [{"role": "user", "content": example.prompt}]
+        tokens = runtime.prepare([chat], **settings["call"]).prompts.ids.shape[1]
+        return Asked(seed, tokens, compared, example, chat)
+
+    most = 1 if settings["selector"] == ALONE else PROMPTS_AT_ONCE
+    prompts = map(asked, range(settings["prompts"]))
+    for _, equal in groupby(prompts, lambda each: (each.tokens, each.compared)):
+        alike = list(equal)
+        yield from (alike[part] for part in parts_of(len(alike), most))
+
+
+def add_answers(
     runtime: Runtime,
-    example: tasks.Example,
+    prompts: Sequence[Asked],
     found: Mapping[float | None, "Figures"],
     settings: Mapping[str, Any],
-    *,
-    seed: int,
-    compared: bool,
 ) -> None:
-    """Answer one prompt with each share; `compared`: its logits are compared as well."""
-    arm, call = settings["selector"], settings["call"]
-    chat = [[{"role": "user", "content": example.prompt}]]
-    prompt = runtime.prepare(chat, **call).prompts.ids.shape[1]
-    areas = prompt, call["max_new_tokens"] - call["block_length"]
-    none = forced(runtime, chat, call) if compared and arm != NONE else []
+    """Answer prompts of one call with each share."""
+    arm, call, first = settings["selector"], settings["call"], prompts[0]
+    chats = [each.chat for each in prompts]
+    areas = first.tokens, call["max_new_tokens"] - call["block_length"]
+    none = forced(runtime, chats, call) if first.compared else []
     for share, figures in found.items():
         part = REFERENCES[arm] if share is None else share / 100
-        own = runtime.with_policy(policy_of(arm, part, settings["interval"], seed=seed, areas=areas))
-        out, layers = own.generate(chat, **call), runtime.model.shape.layers
+        own = runtime.with_policy(policy_of(arm, part, settings["interval"], seed=first.seed, areas=areas))
+        out, layers = own.generate(chats, **call), runtime.model.shape.layers
         # Rows count where they enter a layer, and all other arms choose theirs inside the first one.
         counted = 1.0 if arm == ATTENDED else 1 - 1 / layers
-        figures.add(example, out, prompt, call["block_length"], counted)
+        figures.add([each.example for each in prompts], out, first.tokens, call["block_length"], counted)
         if none:
-            figures.kl.append(forced_kl(forced(own, chat, call, none)))
+            figures.kl += forced_kl(forced(own, chats, call, none))
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of every prompt, in order; `renewed`: only if there was an update."""
+    """Of every prompt, in order; "updates" and "renewed" are of its call, the second only if there was one."""
 
     right: list[bool] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -120,15 +149,18 @@ class Figures:
     renewed: list[float] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
 
-    def add(self, example: tasks.Example, out: GenerationOutput, prompt: int, block: int, counted: float) -> None:
-        """Count the answer to a prompt of so many tokens, in blocks of so many; `counted` as in `renewed_share`."""
+    def add(
+        self, examples: Sequence[tasks.Example], out: GenerationOutput, prompt: int, block: int, counted: float
+    ) -> None:
+        """Count the answers to prompts of so many tokens, in blocks of so many; `counted` as in `renewed_share`."""
         assert out.text is not None, "embedded models have a tokenizer"
-        self.right.append(tasks.score(example, out.text[0]))
-        self.tokens.append(prompt)
-        self.forwards.append(out.num_forwards)
-        self.updates.append(out.steps_by_kind.get("update", 0))
-        if self.updates[-1]:
-            self.renewed.append(renewed_share(out, block, counted))
+        count, updates = len(examples), out.steps_by_kind.get("update", 0)
+        self.right += [tasks.score(*each) for each in zip(examples, out.text, strict=True)]
+        self.tokens += [prompt] * count
+        self.forwards += out.forwards
+        self.updates += [updates] * count
+        if updates:
+            self.renewed += [renewed_share(out, block, counted)] * count
 
     def row(self) -> Row:
         """Columns of a row."""
@@ -154,44 +186,72 @@ def renewed_share(out: GenerationOutput, block: int, counted: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A forward of a call: its logits, what those of `none` were (its own, of a call that nothing forces), and which of
-    their tokens were pending."""
+    """A forward of a call: its logits, what those of `none` were (its own, of a call that nothing forces), which of
+    their tokens were pending, and the numbers of its sequences. A sequence that has ended, and waits for the others of
+    its block, has none pending."""
 
-    logits: Float[Tensor, "block vocab"]
-    none: Float[Tensor, "block vocab"]
-    pending: Bool[Tensor, " block"]
+    logits: Float[Tensor, "batch block vocab"]
+    none: Float[Tensor, "batch block vocab"]
+    pending: Bool[Tensor, "batch block"]
+    numbers: Sequence[int]
+
+
+class Active:
+    """An inspector that collects which sequences were in a forward."""
+
+    def __init__(self) -> None:
+        self.seen: list[Bool[Tensor, " batch"]] = []
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        return {}
+
+    def after_forward(
+        self,
+        step: Step,
+        kind: StepKind,
+        ids: Int[Tensor, "sequences length"],
+        forward: Forward,
+        active: Bool[Tensor, " batch"],
+    ) -> None:
+        self.seen.append(active)
 
 
 @call_modes
-def forced(runtime: Runtime, chat: Any, call: Mapping[str, Any], none: Sequence[Forced] = ()) -> list[Forced]:
-    """The forwards of a call of one sequence. With the forwards of `none` its logits decide the tokens, so that all
-    arms see the same canvases."""
-    seen: list[Forced] = []
-    with runtime.begin(runtime.prepare(chat, **call)) as (denoiser, _):
+def forced(runtime: Runtime, chats: Any, call: Mapping[str, Any], none: Sequence[Forced] = ()) -> list[Forced]:
+    """The forwards of a call. With the forwards of `none` its logits decide the tokens, so that all arms see the same
+    canvases."""
+    seen, inspector = list[Forced](), Active()
+    with runtime.begin(runtime.prepare(chats, **call), inspector=inspector) as (denoiser, _):
         canvas, steps = denoiser.canvas, denoiser.steps()
         try:
             forward, pass_ = next_pass(steps)
             while True:
                 start = pass_.final
-                assert isinstance(start, int), "one border, since there is one sequence"
-                pending = canvas.pending(start, start + canvas.block_length)[0].clone()
+                assert isinstance(start, int), "one border, since prompts have equally many tokens"
+                pending = canvas.pending(start, start + canvas.block_length).clone()
                 logits = forward.logits(pass_)
-                theirs = none[len(seen)].none[None] if none else logits
-                seen.append(Forced(logits[0].clone(), theirs[0].clone(), pending))
+                theirs = none[len(seen)].none if none else logits
+                seen.append(Forced(logits.clone(), theirs.clone(), pending, canvas.numbers))
                 forward, pass_ = next_pass(steps, theirs.clone())
         except StopIteration:
             pass
     assert not none or len(seen) == len(none), "the same tokens take the same steps"
-    return seen
+    pairs = zip(seen, inspector.seen, strict=True)
+    return [replace(each, pending=each.pending & active[:, None]) for each, active in pairs]
 
 
-def forced_kl(seen: Sequence[Forced]) -> float:
-    """KL of an arm's distribution of a token from that of `none`, on the canvases of `none`: the mean over the pending
-    tokens of a forward, and then over forwards."""
-    return fmean(float(token_kl(each.none, each.logits)[each.pending].mean()) for each in seen)
+def forced_kl(seen: Sequence[Forced]) -> list[float]:
+    """KL of an arm's distribution of a token from that of `none`, on the canvases of `none`, by sequence: the mean over
+    the pending tokens of a forward, and then over forwards."""
+    found: dict[int, list[float]] = {number: [] for number in seen[0].numbers}
+    for each in seen:
+        for number, kl, pending in zip(each.numbers, token_kl(each.none, each.logits), each.pending, strict=True):
+            if pending.any():
+                found[number].append(float(kl[pending].mean()))
+    return [fmean(values) for values in found.values()]
 
 
-def token_kl(theirs: Float[Tensor, "rows vocab"], ours: Float[Tensor, "rows vocab"]) -> Float64[Tensor, " rows"]:
+def token_kl(theirs: Float[Tensor, "*rows vocab"], ours: Float[Tensor, "*rows vocab"]) -> Float64[Tensor, "*rows"]:
     """KL(theirs ‖ ours) by row."""
     theirs, ours = (each.double().log_softmax(-1) for each in (theirs, ours))
     return torch.where(theirs.isfinite(), theirs.exp() * (theirs - ours), 0).sum(-1)

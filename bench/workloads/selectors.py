@@ -20,7 +20,7 @@ from tiered.forward.passes import Pass
 from tiered.policies.base import Step
 from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 
-Scores = Float[Tensor, " length"]
+Scores = Float[Tensor, "batch length"]
 
 
 class BlockLayer(NamedTuple):
@@ -28,9 +28,9 @@ class BlockLayer(NamedTuple):
     residual stream behind the attention."""
 
     layer: int
-    queries: Float[Tensor, "1 heads rows head_dim"]
-    mixed: Float[Tensor, "1 rows heads_width"]
-    hidden: Float[Tensor, "1 rows width"]
+    queries: Float[Tensor, "batch heads rows head_dim"]
+    mixed: Float[Tensor, "batch rows heads_width"]
+    hidden: Float[Tensor, "batch rows width"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,11 @@ class Look:
         return (columns < self.step.first_row) | (columns >= self.step.stop)
 
     @property
-    def pending(self) -> Bool[Tensor, " rows"]:
+    def pending(self) -> Bool[Tensor, "batch rows"]:
         """True at rows of the block that predict a pending token."""
-        step, found = self.step, torch.zeros(self.block.count, dtype=torch.bool, device=self.forward.ids.device)
-        found[: step.last_row - step.first_row] = step.canvas.pending(step.start, step.stop)[0]
+        step, ids = self.step, self.forward.ids
+        found = torch.zeros(len(ids), self.block.count, dtype=torch.bool, device=ids.device)
+        found[:, : step.last_row - step.first_row] = step.canvas.pending(step.start, step.stop)
         return found
 
     def layers(self) -> Iterator[BlockLayer]:
@@ -72,7 +73,7 @@ class Look:
             hidden = hidden + forward.model.feed_forward(layer, hidden)
         forward.enter(0)
 
-    def weights(self, of: BlockLayer) -> Float[Tensor, "1 heads rows length"]:
+    def weights(self, of: BlockLayer) -> Float[Tensor, "batch heads rows length"]:
         """What the attention of the block gives each column."""
         model, keys = self.forward.model, self.forward.keys(of.layer)
         cap, sinks = model.shape.soft_cap, model.sink_keys(of.layer)
@@ -80,28 +81,36 @@ class Look:
 
 
 class Selector(ABC):
-    """Chooses rows in one call; a function of the call and of its seed."""
+    """Chooses rows in one call, of each sequence by itself; a function of the call and of its seed.
+
+    Attributes:
+        draws: of each sequence, from the first block on.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.draws = torch.Generator().manual_seed(seed)
+        self._seed, self.draws = seed, list[torch.Generator]()
 
-    # Most selectors remember nothing of a refresh.
-    def begin(self, length: int) -> None:  # noqa: B027
-        """A block begins: a refresh renews all of `length` rows."""
+    def begin(self, batch: int, length: int) -> None:
+        """A block begins: a refresh renews all of `length` rows of `batch` sequences."""
+        self.draws = self.draws or [torch.Generator().manual_seed(self._seed + number) for number in range(batch)]
+
+    def keep(self, sequences: list[int]) -> None:
+        """Remember only these sequences (ascending)."""
+        self.draws = [self.draws[number] for number in sequences]
 
     def layer(self, forward: Forward, layer: int, pass_: Pass, step: Step) -> Pass:
         """A layer of a refresh or an update."""
         return forward.dense(layer, pass_)
 
     @abstractmethod
-    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
-        """`count` columns outside the block, ascending."""
+    def choose(self, look: Look, count: int) -> Int[Tensor, "batch count"]:
+        """`count` columns outside the block of each sequence, ascending."""
 
 
 class Highest(Selector):
     """Chooses the rows with the highest scores."""
 
-    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+    def choose(self, look: Look, count: int) -> Int[Tensor, "batch count"]:
         return self.scores(look).masked_fill(~look.outside, -torch.inf).topk(count).indices.sort().values
 
     @abstractmethod
@@ -113,7 +122,8 @@ class Random(Highest):
     """Any rows."""
 
     def scores(self, look: Look) -> Scores:
-        return torch.rand(look.forward.length, generator=self.draws).to(look.forward.ids.device)
+        drawn = [torch.rand(look.forward.length, generator=own) for own in self.draws]
+        return torch.stack(drawn).to(look.forward.ids.device)
 
 
 class RoundRobin(Selector):
@@ -123,24 +133,24 @@ class RoundRobin(Selector):
         super().__init__(seed)
         self._next = 0
 
-    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+    def choose(self, look: Look, count: int) -> Int[Tensor, "batch count"]:
         columns = look.outside.nonzero()[:, 0]
         at = int((columns < self._next).sum())
         chosen = columns.roll(-at)[:count]
         self._next = int(chosen[-1]) + 1
-        return chosen.sort().values
+        return chosen.sort().values.expand(len(look.forward.ids), -1)
 
 
 class Oldest(Random):
     """Rows that were renewed longest ago; of equals any."""
 
-    def begin(self, length: int) -> None:
-        self._age = torch.zeros(length, dtype=torch.int64)
+    def begin(self, batch: int, length: int) -> None:
+        super().begin(batch, length)
+        self._age = torch.zeros(batch, length, dtype=torch.int64)
 
-    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+    def choose(self, look: Look, count: int) -> Int[Tensor, "batch count"]:
         chosen = super().choose(look, count)
-        self._age += 1
-        self._age[chosen.cpu()] = 0
+        self._age.add_(1).scatter_(1, chosen.cpu(), 0)
         return chosen
 
     def scores(self, look: Look) -> Scores:
@@ -151,9 +161,10 @@ class Attention(Highest):
     """Rows with most attention from the block, over layers, heads and rows."""
 
     def scores(self, look: Look) -> Scores:
-        return torch.stack([look.weights(of)[0][:, self.asking(look)].sum(dim=(0, 1)) for of in look.layers()]).sum(0)
+        asking = self.asking(look)[:, None, :, None]
+        return torch.stack([(look.weights(of) * asking).sum(dim=(1, 2)) for of in look.layers()]).sum(0)
 
-    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+    def asking(self, look: Look) -> Bool[Tensor, "batch rows"]:
         """The block's rows whose attention counts."""
         return torch.ones_like(look.pending)
 
@@ -161,7 +172,7 @@ class Attention(Highest):
 class PendingAttention(Attention):
     """Rows with most attention from rows of the block that predict a pending token."""
 
-    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+    def asking(self, look: Look) -> Bool[Tensor, "batch rows"]:
         return look.pending
 
 
@@ -175,6 +186,11 @@ class Drift(Highest):
         super().__init__(seed)
         self._queries: dict[int, Tensor] = {}
         self._references: dict[int, DriftReference] = {}
+
+    def keep(self, sequences: list[int]) -> None:
+        super().keep(sequences)
+        self._queries = {layer: of[sequences] for layer, of in self._queries.items()}
+        self._references = {layer: of.of_sequences(sequences) for layer, of in self._references.items()}
 
     def layer(self, forward: Forward, layer: int, pass_: Pass, step: Step) -> Pass:
         if layer == forward.model.shape.layers - 1:
@@ -197,7 +213,7 @@ class Drift(Highest):
         """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
         attended, reference = Attended.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
-        return reference.measured(self._queries[layer], attended, changed, anew=True)[0][0]
+        return reference.measured(self._queries[layer], attended, changed, anew=True)[0]
 
 
 class OutputDrift(Drift):
@@ -219,7 +235,7 @@ class DriftAttention(Drift):
     def scores(self, look: Look) -> Scores:
         drift, mass = [], []
         for of in look.layers():
-            mass.append(look.weights(of).sum(dim=(0, 1, 2)))
+            mass.append(look.weights(of).sum(dim=(1, 2)))
             if of.layer in self._queries:
                 drift.append(self.drift(look, of.layer))
         return torch.stack(drift).mean(0) * torch.stack(mass).sum(0)
