@@ -1,4 +1,5 @@
-"""Rows times a tile of a weight inside Triton kernels. A code is read once for a tile of rows and decoded in registers.
+"""Tiles of a weight inside Triton kernels: their values, and rows times a tile. A product reads a code once for a tile
+of rows and decodes it in registers.
 
 The product of a code and the scale of its group is exact in 16 bits, except in int4. The scale of a row multiplies the
 sum. So sums are more accurate than those of the oracles, which round every value to the dtype of the rows.
@@ -27,7 +28,7 @@ def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPC
             hidden = hidden.to(tl.float32)
         if ROW.group > 1:
             even_hidden, odd_hidden = tl.split(tl.reshape(hidden, (TILE.rows, TILE.inner // 2, 2)))
-            even, odd = _pairs(start, first, there, ROW, TILE)
+            even, odd = pair_values(start, first, there, ROW, TILE)
             total = tl.dot(even.to(hidden.dtype), tl.trans(even_hidden), total, input_precision="ieee")
             total = tl.dot(odd.to(hidden.dtype), tl.trans(odd_hidden), total, input_precision="ieee")
         else:
@@ -36,17 +37,28 @@ def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPC
                 raw = start.to(tl.pointer_type(row_start.dtype.element_ty), bitcast=True)
                 values = tl.load(raw[:, None] + column[None, :], own, other=0.0)
             else:
-                codes = tl.load(start[:, None] + column[None, :], own, other=0)
-                values = fp8_values(codes) if ROW.fp8 else codes.to(tl.int8, bitcast=True).to(tl.float32)
+                values = byte_values(start, column, own, ROW)
             total = tl.dot(values.to(hidden.dtype), tl.trans(hidden), total, input_precision="ieee")
     if ROW.group != 0 and ROW.group != 32:  # neither raw values nor int4
-        scale = (start + ROW.scale_at).to(tl.pointer_type(tl.float32), bitcast=True)
-        total *= tl.load(scale, there, other=0.0)[:, None]
+        total *= weight_scales(start, there, ROW)[:, None]
     return total
 
 
 @triton.jit
-def _pairs(start, first, there, ROW: tl.constexpr, TILE: tl.constexpr):
+def weight_scales(start, there, ROW: tl.constexpr):
+    """Scales of rows, float32 [TILE.out]; int4 has none."""
+    return tl.load((start + ROW.scale_at).to(tl.pointer_type(tl.float32), bitcast=True), there, other=0.0)
+
+
+@triton.jit
+def byte_values(start, column, own, ROW: tl.constexpr):
+    """Values of codes of a byte [TILE.out, columns], without the scale of the row."""
+    codes = tl.load(start[:, None] + column[None, :], own, other=0)
+    return fp8_values(codes) if ROW.fp8 else codes.to(tl.int8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pair_values(start, first, there, ROW: tl.constexpr, TILE: tl.constexpr):
     """Values of 4-bit codes [TILE.out, TILE.inner / 2], from column `first` on: even columns, and odd ones; of nvfp4
     without the scale of the row."""
     groups: tl.constexpr = TILE.inner // ROW.group

@@ -1,7 +1,10 @@
-"""Rows times a coded weight in Triton, a tile of both at a time; see tile_product.py."""
+"""Rows times a coded weight in Triton. A few rows go a tile of both at a time; see tile_product.py. For many rows each
+code would be decoded again for every tile of rows, so the weight is decoded first, in parts, and the library multiplies
+them."""
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
@@ -10,8 +13,8 @@ from torch import Tensor
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.launch import launch, power_of_2
 from tiered.kernels.row_code import RowLayout
-from tiered.kernels.tile_product import tile_product
-from tiered.kernels.weight_product_ref import check_factors
+from tiered.kernels.tile_product import byte_values, pair_values, tile_product, weight_scales
+from tiered.kernels.weight_product_ref import DECODED_FROM, check_factors, decoded_rows
 
 
 class Tile(NamedTuple):
@@ -20,6 +23,9 @@ class Tile(NamedTuple):
     rows: int
     out: int
     inner: int
+
+
+DECODED = Tile(1, 8, 512)  # a tile of a weight that is decoded first
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -34,18 +40,54 @@ def _weight_product(rows, coded, product, count, out, ROW: tl.constexpr, UPCAST:
     tl.store(target, total.to(product.dtype.element_ty), there[:, None] & given[None, :])
 
 
+@triton.jit
+def _decode_weight(coded, values, out, ROW: tl.constexpr, TILE: tl.constexpr):
+    output = (tl.program_id(0) * TILE.out + tl.arange(0, TILE.out)).to(tl.int64)
+    first = tl.program_id(1) * TILE.inner
+    column, there = first + tl.arange(0, TILE.inner), output < out
+    own = there[:, None] & (column < ROW.elements)[None, :]
+    start = coded + output * ROW.row_bytes
+    if ROW.group > 1:
+        even, odd = pair_values(start, first, there, ROW, TILE)
+        found = tl.interleave(even, odd)
+    else:
+        found = byte_values(start, column, own, ROW)
+    if ROW.group != 32:  # int4
+        found *= weight_scales(start, there, ROW)[:, None]
+    target = values + output[:, None] * ROW.elements + column[None, :]
+    tl.store(target, found.to(values.dtype.element_ty), own)
+
+
 def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
     """As in weight_product_ref.py, but contiguous. The weight begins at a multiple of 16 bytes."""
     check_factors(rows, weight)
-    rows, count, (out, inner) = rows.contiguous(), len(rows), weight.shape
-    product = rows.new_empty(count, out)
+    rows, count = rows.contiguous(), len(rows)
+    product = rows.new_empty(count, weight.shape[0])
     if product.numel():
-        tile = tile_of(count, rows.element_size())
-        grid = -(-count // tile.rows), -(-out // tile.out)
-        options = {"ROW": RowLayout.of(weight.code, inner), "UPCAST": not rows.is_cuda, "TILE": tile}
-        arguments = rows, weight.bytes, product, count, out
-        launch(_weight_product, grid, *arguments, **options, num_warps=warps_of(tile), on=rows)
+        (product_by_parts if count >= DECODED_FROM else product_by_tiles)(rows, weight, product)
     return product
+
+
+def product_by_tiles(rows: Float[Tensor, "n inner"], weight: CodedRows, product: Float[Tensor, "n out"]) -> None:
+    """Write the product, from codes."""
+    count, (out, inner) = len(rows), weight.shape
+    tile = tile_of(count, rows.element_size())
+    grid = -(-count // tile.rows), -(-out // tile.out)
+    options = {"ROW": RowLayout.of(weight.code, inner), "UPCAST": not rows.is_cuda, "TILE": tile}
+    arguments = rows, weight.bytes, product, count, out
+    launch(_weight_product, grid, *arguments, **options, num_warps=warps_of(tile), on=rows)
+
+
+def product_by_parts(rows: Float[Tensor, "n inner"], weight: CodedRows, product: Float[Tensor, "n out"]) -> None:
+    """Write the product, from decoded parts of the weight."""
+    out, inner = weight.shape
+    values, row = rows.new_empty(decoded_rows(out, inner), inner), RowLayout.of(weight.code, inner)
+    for first in range(0, out, len(values)):
+        part = weight.bytes[first : first + len(values)]
+        some = values[: len(part)]
+        grid = -(-len(part) // DECODED.out), -(-inner // DECODED.inner)
+        launch(_decode_weight, grid, part, some, len(part), ROW=row, TILE=DECODED, on=rows)
+        torch.mm(rows, some.t(), out=product[:, first : first + len(part)])
 
 
 def tile_of(count: int, element_bytes: int) -> Tile:

@@ -9,6 +9,9 @@ from tiered.kernels.coded_rows import CodedRows
 # Elements of the weight that are decoded at once, 4 MiB in float32: enough to amortise the start of an operation, and
 # few enough to stay in the caches until their product.
 TILE_ELEMENTS = 1 << 20
+# The kernel decodes a weight first for as many rows and more, so many elements at once: 16 MiB in 16 bits, which occupy
+# a large GPU and stay in its caches until their product.
+DECODED_FROM, DECODED_ELEMENTS = 256, 1 << 23
 
 
 def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
@@ -24,6 +27,12 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
         # As in projection.py: fewer rows are the left factor, so that their sums come in the same order.
         product[part] = values @ rows.t() if len(rows) >= 16 else F.linear(rows, values).t()
     return product.t()
+
+
+def decoded_rows(out: int, inner: int) -> int:
+    """Rows of a weight [out, inner] that the kernel decodes at once; by 16, so that each part begins at a multiple of 16
+    bytes."""
+    return min(out, max(16, DECODED_ELEMENTS // inner // 16 * 16))
 
 
 def check_factors(rows: Float[Tensor, "n inner"], weight: CodedRows) -> None:

@@ -125,6 +125,8 @@ PRODUCTS: dict[str, tuple[int, int, int, torch.dtype]] = {
     "several tiles, bfloat16": (40, 70, 160, torch.bfloat16),
     "float16": (7, 33, 96, torch.float16),
     "no rows": (0, 8, 64, torch.float32),
+    "many rows": (256, 70, 80, torch.float32),
+    "many rows, an odd width": (300, 39, 67, torch.float16),
 }
 # Of the largest entry. The interpreter cuts bfloat16 instead of rounding it; and see weight_product.py.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
@@ -147,6 +149,7 @@ def test_a_product_is_that_of_the_values(
     implementation: str, shape: str, code: WeightCode, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(weight_product_ref, "TILE_ELEMENTS", 300)  # several tiles, the last of them smaller
+    monkeypatch.setattr(weight_product_ref, "DECODED_ELEMENTS", 2600)
     count, out, inner, dtype = PRODUCTS[shape]
     device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)

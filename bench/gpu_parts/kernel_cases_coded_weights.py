@@ -51,13 +51,33 @@ class WeightProduct(KernelCase):
         return 2 * self.rows * self.inputs * self.outputs
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneWay(WeightProduct):
+    """The same by one of the two ways, at any number of rows; `DECODED_FROM` rows divide them otherwise."""
+
+    way: str
+
+    def run(self, given: Given, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        product = given.rows.new_empty(len(given.rows), given.weight.shape[0])
+        op(self.kernel, self.way)(*given, product)
+        return (product,)
+
+
 CHECKED: tuple[KernelCase, ...] = (
     *(WeightProduct(code=code, rows=32) for code in WeightCode),
     *(WeightProduct(code=code, rows=1000, inputs=12288) for code in WeightCode),
     *(WeightProduct(code=code, rows=33, dtype=torch.float32) for code in WeightCode),
 )
-TIMED: tuple[KernelCase, ...] = tuple(
-    WeightProduct(code=code, rows=rows, inputs=inputs, outputs=outputs)
-    for code in WeightCode
-    for rows, inputs, outputs in ((32, 4096, 12288), (32, 12288, 4096), (4096, 4096, 12288))
+TIMED: tuple[KernelCase, ...] = (
+    *(
+        WeightProduct(code=code, rows=rows, inputs=inputs, outputs=outputs)
+        for code in WeightCode
+        for rows, inputs, outputs in ((32, 4096, 12288), (32, 12288, 4096), (4096, 4096, 12288))
+    ),
+    *(
+        OneWay(code=code, rows=rows, outputs=12288, way=way)
+        for code in (WeightCode.INT4, WeightCode.NVFP4)
+        for rows in (64, 128, 256, 1024)
+        for way in ("product_by_tiles", "product_by_parts")
+    ),
 )
