@@ -1,11 +1,12 @@
 """Attention of a block's rows in Triton: columns are split between programs, and a second kernel merges the splits."""
 
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.attention_parts import CODES, Form, of_values, rows_at, soft_capped, with_turned
@@ -16,8 +17,9 @@ from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.launch import VECTOR, launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import WORD, RowCode
+from tiered.kernels.store_table import SEQUENCE_FIELDS, StoreTable
 
-_NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
+_NVFP4, _FIELDS = tl.constexpr(CODES[RowCode.NVFP4]), tl.constexpr(SEQUENCE_FIELDS)
 
 
 # Arguments that vary between calls are not specialised: Triton would recompile for 1 and for multiples of 16.
@@ -27,10 +29,11 @@ _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
         *("key_batch", "key_head", "key_column", "value_batch", "value_head", "value_column"),
         *("mask_batch", "start_batch", "start_row", "stop_batch", "stop_row", "table_batch"),
     ],
-    do_not_specialize_on_alignment=["keys", "values", "key_mask", "starts", "stops"],
+    do_not_specialize_on_alignment=["keys", "values", "key_mask", "starts", "stops", "stores"],
 )
 def _block_attention(
-    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, key_weight, cos, sin, mixed, peaks, masses,
+    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, key_weight, cos, sin, stores,
+    mixed, peaks, masses,
     query_batch, query_head, query_row, query_element,
     key_batch, key_head, key_column, key_element,
     value_batch, value_head, value_column, value_element,
@@ -45,9 +48,16 @@ def _block_attention(
     split = tl.program_id(1).to(tl.int64)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
-    there = folded < group * rows
-    head = kv_head * group + folded // rows
-    row = folded % rows
+    own_rows = rows
+    if stores is not None:
+        fields = stores + batch * _FIELDS
+        own_rows = tl.load(fields + 4).to(tl.int32)
+    there = folded < group * own_rows
+    head = kv_head * group + folded // own_rows
+    row = folded % own_rows
+    if stores is not None:  # rows of all sequences are one behind the other, as those of one sequence
+        row += tl.load(fields + 3).to(tl.int32)
+        batch *= 0
     # In NVFP4 even and odd elements are separate parts, as its bytes unpack; otherwise there is one part.
     parts: tl.constexpr = 2 if FORM.code == _NVFP4 else 1
     element = tl.arange(0, FORM.elements) * parts
@@ -105,8 +115,13 @@ def _block_attention(
     if STOPS:
         limit = tl.load(stops + batch * stop_batch + row * stop_row, there, other=0).to(tl.int32)
         stop = tl.minimum(stop, tl.max(limit, 0))
-    key_start = keys + batch * key_batch + kv_head * key_head
-    value_start = values + batch * value_batch + kv_head * value_head
+    if stores is not None:
+        of_head = kv_head * tl.load(fields + 2)
+        key_start = (tl.load(fields) + of_head).to(tl.pointer_type(keys.dtype.element_ty), bitcast=True)
+        value_start = (tl.load(fields + 1) + of_head).to(tl.pointer_type(values.dtype.element_ty), bitcast=True)
+    else:
+        key_start = keys + batch * key_batch + kv_head * key_head
+        value_start = values + batch * value_batch + kv_head * value_head
     for tile in range(start, stop, FORM.keys):
         column = tile + tl.arange(0, FORM.keys)
         seen = column < stop
@@ -162,8 +177,11 @@ def _block_attention(
     tl.store(target, (total / whole).to(mixed.dtype.element_ty), own)
     if FORM.code == _NVFP4:
         tl.store(target + 1, (odd_total / whole).to(mixed.dtype.element_ty), own)
-    sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
-    there = folded // rows < group  # anew, so that the loop keeps no register for it
+    if stores is not None:
+        sum_at = (split * kv_heads * group + head) * rows + row
+    else:
+        sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
+    there = folded // own_rows < group  # anew, so that the loop keeps no register for it
     tl.store(peaks + sum_at, peak, there)
     tl.store(masses + sum_at, mass, there)
 
@@ -217,47 +235,137 @@ def block_attention(
     keys = keys.stored if isinstance(keys, KeysOfValues) else keys
     if values is None:  # the result is unused, and the keys are in the cache
         values, sink_values = keys, sink_keys
+    batch, _, rows, _ = queries.shape
+    (key_memory, *key_strides), (value_memory, *value_strides) = _memory(keys), _memory(values)
+    stored = _Stored(
+        (key_memory, value_memory),
+        (*key_strides, *value_strides),
+        code=code,
+        aligned=min(_alignment(keys), _alignment(values)),
+        sequences=batch,
+        most_rows=rows,
+        kv_heads=keys.shape[1],
+        length=keys.shape[2],
+        made=made,
+    )
+    limits = _Limits(
+        None if key_mask is None else key_mask.view(torch.uint8),
+        None if start is None else start.expand(batch, rows),
+        None if stop is None else stop.expand(batch, rows),
+    )
+    sinks = None if sink_keys is None or sink_values is None else (sink_keys, sink_values)
+    return _attended(queries, stored, limits, scale, soft_cap, sinks)
+
+
+def attention_apart(
+    queries: Heads,
+    table: StoreTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
+) -> Heads:
+    """As in block_attention_ref.py, in one launch, or two if columns are split."""
+    keys, code, rows = table.calls[0].keys, table.code, table.rows
+    _, batch, head, column, element = keys.stride()
+    column = column * keys.element_size() // WORD if code else column
+    stored = _Stored(
+        (keys.view(torch.uint8),) * 2 if code else (keys,) * 2,
+        (batch, head, column, element) * 2,
+        code=code,
+        aligned=table.aligned,
+        sequences=table.sequences.shape[1],
+        most_rows=table.most_rows,
+        kv_heads=keys.shape[2],
+        length=table.most_columns,
+        table=table.sequences[layer],
+    )
+    limits = _Limits(None, rows[None, :, 2] if table.starts else None, rows[None, :, 3])
+    sinks = None if sink_keys is None or sink_values is None else (sink_keys, sink_values)
+    return _attended(queries, stored, limits, scale, soft_cap, sinks)[0]
+
+
+class _Stored(NamedTuple):
+    """Memory of keys and values, and their strides.
+
+    Attributes:
+        sequences: with stored rows.
+        most_rows: most rows of a sequence that attend to them.
+        length: columns.
+        made: how keys are made of values; None if they are stored.
+        table: where each sequence is stored in the layer, as in `StoreTable`; memory and strides of batch and head have
+            no meaning then. None if they say it.
+    """
+
+    memory: tuple[Tensor, Tensor]
+    strides: tuple[int, ...]
+    code: RowCode | None
+    aligned: int
+    sequences: int
+    most_rows: int
+    kv_heads: int
+    length: int
+    made: KeysOfValues | None = None
+    table: Int64[Tensor, "sequences fields"] | None = None
+
+
+class _Limits(NamedTuple):
+    """`key_mask` as bytes, and `start` and `stop` of each row; None for no limit."""
+
+    mask: UInt8[Tensor, "batch length"] | None
+    starts: Int[Tensor, "batch rows"] | None
+    stops: Int[Tensor, "batch rows"] | None
+
+
+def _attended(
+    queries: Heads,
+    stored: _Stored,
+    limits: _Limits,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]] | None,
+) -> tuple[Heads, LogSumExp]:
     batch, heads, rows, head_dim = queries.shape
-    kv_heads, length = keys.shape[1:3]
+    code, made, kv_heads, length = stored.code, stored.made, stored.kv_heads, stored.length
     scale, group = head_dim**-0.5 if scale is None else scale, heads // kv_heads
     mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
     whole = LogSumExp(*torch.empty(2, batch, heads, rows, dtype=torch.float32, device=queries.device))
     if mixed.numel() == 0:
         return mixed, whole
-    (key_memory, *key_strides), (value_memory, *value_strides) = _memory(keys), _memory(values)
-    element_bytes = queries.element_size()
-    tile = tile_of(group * rows, head_dim=head_dim, element_bytes=element_bytes, code=code, made=made is not None)
-    tiles = -(-group * rows // tile.rows)
-    count = splits(tiles * batch * kv_heads, length)
+    folded, element_bytes = group * stored.most_rows, queries.element_size()
+    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code, made=made is not None)
+    tiles = -(-folded // tile.rows)
+    count = splits(tiles * stored.sequences * kv_heads, length)
     parts, sums = mixed[None], whole
     if count > 1:
         parts = torch.empty(count, *mixed.shape, dtype=torch.float32, device=queries.device)
         sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
     # Without a mask, sinks or a weight the kernel reads none of them, so any pointer serves.
-    mask = queries if key_mask is None else key_mask.view(torch.uint8)
-    starts = queries if start is None else start.expand(batch, rows)
-    stops = queries if stop is None else stop.expand(batch, rows)
-    of_sinks = (queries if sink is None else sink.contiguous() for sink in (sink_keys, sink_values))
+    mask, starts, stops = (queries if limit is None else limit for limit in limits)
+    of_sinks = (queries, queries) if sinks is None else (sink.contiguous() for sink in sinks)
     making = (queries, queries, queries) if made is None else (made.weight, made.cos, made.sin)
-    tensors = queries, key_memory, value_memory, *of_sinks, mask, starts, stops, *making, parts, sums.peak, sums.mass
+    results = parts, sums.peak, sums.mass
+    tensors = queries, *stored.memory, *of_sinks, mask, starts, stops, *making, stored.table, *results
     tables = (0, 0) if made is None else (made.cos.stride(0) * (len(made.cos) > 1), made.cos.stride(2))
-    limits = *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2], *tables
-    strides = *queries.stride(), *key_strides, *value_strides, *limits, *parts.stride()[:4]
+    limited = *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2], *tables
+    strides = *queries.stride(), *stored.strides, *limited, *parts.stride()[:4]
     turning = (-1,) if made is None else (made.cos.shape[3], turning_elements(made.cos.shape[3], code))
     span = -(-length // (count * tile.columns)) * tile.columns
-    sizes = kv_heads, group, rows, length, span, 0 if sink_keys is None else sink_keys.shape[1]
+    sizes = kv_heads, group, rows, length, span, 0 if sinks is None else sinks[0].shape[1]
     options = {
         "CAPPED": soft_cap is not None,
-        "MASKED": key_mask is not None,
-        "STARTS": start is not None,
-        "STOPS": stop is not None,
-        "UPCAST": not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
-        "ALIGNED": min(_alignment(keys), _alignment(values)),
+        "MASKED": limits.mask is not None,
+        "STARTS": limits.starts is not None,
+        "STOPS": limits.stops is not None,
+        "UPCAST": not queries.is_cuda or (code is None and queries.dtype != stored.memory[0].dtype),
+        "ALIGNED": stored.aligned,
         "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code), *turning),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    grid = tiles, count, batch * kv_heads
+    grid = tiles, count, stored.sequences * kv_heads
     launch(_block_attention, grid, *tensors, *strides, *sizes, scale, soft_cap or 0.0, **options, on=queries)
     if count > 1:
         merged, places = merged_tile(head_dim), batch * heads * rows

@@ -11,6 +11,7 @@ from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 from tiered.kernels.row_code import GROUP, RowCode
+from tiered.kernels.store_table import StoreTable
 
 # 4 MiB of float32: pairs of a row and a key whose scores exist at a time, or of one head of one sequence if more.
 PAIRS_AT_ONCE = 1 << 20
@@ -80,6 +81,38 @@ def block_attention(
                 queries[some, of_heads], *stored, *sinks, scale, soft_cap, columns, hidden
             )
     return mixed, whole
+
+
+def attention_apart(
+    queries: Heads,
+    table: StoreTable,
+    layer: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
+) -> Heads:
+    """`block_attention` of rows of several calls, each over its own stores in one layer.
+
+    Args:
+        queries: [1, heads, all, head_dim], of all rows of `table`.
+        layer: place of the layer in the memory of `table`.
+        scale, soft_cap, sink_keys, sink_values: as in `block_attention`.
+
+    Returns:
+        Attention by row, [1, heads, all, head_dim]; the heads of a row are contiguous in memory.
+    """
+    softened = {"scale": scale, "soft_cap": soft_cap, "sink_keys": sink_keys, "sink_values": sink_values}
+    heads, all_rows, head_dim = queries.shape[1:]
+    mixed = queries.new_empty(1, all_rows, heads, head_dim).transpose(1, 2)
+    for stored, fields in zip(table.stored(layer), table.sequences[layer].tolist(), strict=True):
+        *_, first, count = fields
+        own = slice(first, first + count)
+        start, stop = (table.rows[None, own, limit] for limit in (2, 3))
+        keys, values = (each[:, :, : int(stop.max())] for each in stored)  # those behind may never have been written
+        mixed[:, :, own] = block_attention(queries[:, :, own], keys, values, start=start, stop=stop, **softened)[0]
+    return mixed
 
 
 def checked_code(queries: Heads, keys: Keys, values: KeyValue | None) -> RowCode | None:

@@ -70,7 +70,7 @@ def scatter_rows(
     flags = index if valid is None else valid.view(torch.uint8)
     tensors = target, values, index, flags
     strides = [stride for tensor in tensors for stride in tensor.stride()]
-    aligned = min(_alignment(target), _alignment(values))
+    aligned = min(alignment(target), alignment(values))
     options = {"ELEMENTS": elements, "MASKED": valid is not None, "ALIGNED": aligned, "TILE": tile}
     grid = -(-rows // tile.rows), heads, batch
     launch(_scatter, grid, *tensors, *strides, rows, length, **options, num_warps=WARPS, on=target)
@@ -81,7 +81,7 @@ def tile_of(elements: int) -> RowTile:
     return RowTile(max(1, TILE_ELEMENTS // block), block)
 
 
-def _alignment(rows: Tensor) -> int:
+def alignment(rows: Tensor) -> int:
     """Bytes of which each row's address is a multiple, at most a row's whole vectors or words, so that all calls of a
     model agree."""
     nbytes = (number * rows.element_size() for number in (rows.shape[3], *rows.stride()[:3]))

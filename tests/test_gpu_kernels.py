@@ -16,6 +16,7 @@ from torch import Tensor
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
+from tiered.kernels.store_table import StoreTable
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -136,6 +137,8 @@ def broken(kernel: str, monkeypatch: pytest.MonkeyPatch, defect: Callable[[list[
 
     def wrong(*given: Any, **named: Any) -> Any:
         arguments = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        tables = [table for table in given if isinstance(table, StoreTable)]
+        arguments += [memory for table in tables for call in table.calls for memory in (call.keys, call.values)]
         before = [tensor.clone() for tensor in arguments]
         found = right(*given, **named)
         if found is None:  # it has written into one of its arguments

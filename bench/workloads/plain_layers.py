@@ -28,6 +28,7 @@ from tiered.forward.sizes import CallShape
 from tiered.kernels import choice, projection
 from tiered.kernels.gate_mul_ref import gate_mul
 from tiered.kernels.projection import adjoining, project
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from workloads.launches import CUDA, counting
@@ -66,12 +67,12 @@ def model_of(family: str, layers: int = 3) -> DiffusionModel:
     return in_records(model)
 
 
-def forward_of(model: Any) -> Forward:
-    """A forward with keys and values of all columns in every layer; nothing is in there yet."""
+def forward_of(model: Any, kv: RowCode | None = None) -> Forward:
+    """A forward with keys and values of all columns in every layer, in a code; nothing is in there yet."""
     shape = model.shape
     kept: dict[Feature, int] = {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
     dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-    sizes = CallShape(shape=shape, batch=1, context=COLUMNS, block_length=COLUMNS, dtype=dtype)
+    sizes = CallShape(shape=shape, batch=1, context=COLUMNS, block_length=COLUMNS, dtype=dtype, kv=kv)
     store = FeatureStore(sizes, kept, torch.device("cpu"))
     limits = CanvasLimits(shape, COLUMNS, block_length=BLOCK if shape.block_causal else 0)
     return Forward(model, store, torch.arange(COLUMNS)[None], limits)

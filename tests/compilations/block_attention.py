@@ -10,7 +10,15 @@ from tiered.kernels.row_code import WORD, RowCode
 
 
 def _compilation(
-    dtype: str, code: RowCode | None, head_dim: int, folded: int, *, capped: bool, split: bool, pairs: int = -1
+    dtype: str,
+    code: RowCode | None,
+    head_dim: int,
+    folded: int,
+    *,
+    capped: bool = False,
+    split: bool,
+    pairs: int = -1,
+    apart: bool = False,
 ) -> Compilation:
     turning = (-1,) if pairs < 0 else (pairs, turning_elements(pairs, code))
     element_bytes = 4 if dtype == "fp32" else 2
@@ -31,15 +39,17 @@ def _compilation(
             "peaks masses": "*fp32",
             f"{of_queries} {of_stores} {of_mixed} {of_limits} kv_heads group rows length span sinks": "i32",
             "scale soft_cap": "fp32",
-        },
-        constexprs={
+        }
+        | ({"stores": "*i64"} if apart else {}),
+        constexprs=({} if apart else {"stores": None})
+        | {
             "query_element": 1,
             "key_element": 1,
             "value_element": 1,
             "CAPPED": capped,
             "MASKED": capped,
-            "STARTS": not capped,
-            "STOPS": capped,
+            "STARTS": not capped and not apart,
+            "STOPS": capped or apart,
             "UPCAST": False,
             "ALIGNED": WORD if code else VECTOR,
             "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code), *turning),
@@ -48,7 +58,7 @@ def _compilation(
         num_warps=tile.warps,
         num_stages=tile.stages,
         # A product in float32 has whole rows of both factors in registers.
-        spills=dtype == "fp32" and (head_dim == 512 or (head_dim == 256 and code is not None)),
+        spills=dtype == "fp32" and (apart or head_dim == 512 or (head_dim == 256 and code is not None)),
         byte_loads=(32 if code else 52) if capped else 0,  # flags of the mask
         copied=(1 if pairs >= 0 else 2) * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
     )
@@ -70,6 +80,11 @@ COMPILATIONS = (
         _compilation(dtype, code, head_dim, folded, capped=True, split=False)
         for head_dim in (64, 256, 512)
         for dtype, folded in (("bf16", 32), ("bf16", 512), ("fp32", 32))
+        for code in CODES
+    ),
+    *(
+        _compilation(dtype, code, 128, folded, split=split, apart=True)
+        for dtype, folded, split in (("bf16", 32, True), ("bf16", 512, False), ("fp32", 32, False))
         for code in CODES
     ),
     *(  # of values, as in layers of DiffusionGemma

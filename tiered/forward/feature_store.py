@@ -14,6 +14,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
 
 
 def allocated(buffer: Buffer, device: torch.device) -> Tensor:
@@ -60,6 +61,19 @@ class FeatureStore:
     def streamed_from(self) -> int | None:
         """The first canvas column with layers below the device; None if all layers are resident."""
         return None
+
+    @property
+    def code(self) -> RowCode | None:
+        """The code of keys and values; None for none."""
+        return self._kv
+
+    def memory(self, feature: Feature) -> Float[Tensor, "layers sequences heads length stored"] | None:
+        """Stored rows of all layers, in elements of the model's dtype. None if layers are of several kinds, share a
+        workspace, or are below the device."""
+        first, *others = self._tensors[feature]
+        every = len(first) == sum(len(kind.layers) for kind in self._kinds)
+        alone = every and not others and not self._first[feature]
+        return first[:, : self._sequences] if alone else None
 
     def narrow(self, sequences: int) -> None:
         """Restrict views and writes to the first `sequences`, until the next `narrow`."""

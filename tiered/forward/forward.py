@@ -171,6 +171,11 @@ class Forward:
         self._waiting = None
 
     @property
+    def watched(self) -> bool:
+        """Whether the last layer's attention has to call a probe or a watch."""
+        return self.attention_probe is not None or self._watch is not None
+
+    @property
     def experts_picked(self) -> float:
         return sum(map(len, self._picked.values())) / max(1, len(self._picked))
 

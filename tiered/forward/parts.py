@@ -126,6 +126,20 @@ class CanvasLimits:
         since = begins - window + 1
         return since if self.positions is None else torch.searchsorted(self.positions, since)
 
+    def on_host(self, rows: Rows) -> list[tuple[int, int]] | None:
+        """The first column that each of `rows` reads, and the column behind its last. None if only the device knows
+        them, or if they differ between sequences or layers."""
+        by_sequence = any(each is not None for each in (self.positions, self.key_mask, self.pads))
+        if by_sequence or isinstance(self.final, Tensor) or self.shape.windows or not rows.is_span:
+            return None
+        bounds = list[tuple[int, int]]()
+        for some, columns, limits in self.of_rows(Rows.span(rows.within.start, rows.within.stop), 1):
+            stops = [columns.stop] * (some.stop - some.start)
+            if limits.stop is not None:
+                stops = (limits.stop[0] + columns.start).tolist()
+            bounds += [(columns.start, stop) for stop in stops]
+        return bounds
+
     def last_block(self) -> Border:
         """Number of columns in front of the last non-empty block; 0 if rows read the whole canvas."""
         if not self.block_length:

@@ -1,10 +1,11 @@
 """Passes of several calls that go through the layers together.
 
-Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has
-its own attention and store. On the CPU a row's result does not depend on the other rows in the batch. There the library
-sums the products of a row in one order, for the row counts in `ONE_ORDER`. Calls with other row counts go alone. On
-CUDA the fewest rows, such as a block of four, gain most from sharing a read. There libraries choose kernels by the
-number of rows, so the last bits of a row can differ; not measured on a GPU.
+Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has a
+store of its own. Kernels write and read all stores by a table of addresses, in as many launches as for one call. On the
+CPU a row's result does not depend on the other rows in the batch. There the library sums the products of a row in one
+order, for the row counts in `ONE_ORDER`. Calls with other row counts go alone. On CUDA the fewest rows, such as a block
+of four, gain most from sharing a read. There libraries choose kernels by the number of rows, so the last bits of a row
+can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
 from tiered.forward.forward import Asked, Forward, Logits, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
+from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Heads
 from tiered.kernels.projection import FEW_ROWS, ONE_ORDER
-from tiered.models.base import head
+from tiered.kernels.store_rows_ref import store_rows
+from tiered.kernels.store_table import OwnRows, StoreTable
+from tiered.models.base import DiffusionModel, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.models.router import picked_experts
@@ -68,7 +73,7 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
     for forward, pass_ in asked:
         forward.begin(pass_)
         forward.rows_computed = pass_.rows.count
-    together = _Together(asked, [pass_.rows for _, pass_ in asked])
+    together = _Together(asked, [pass_.rows for _, pass_ in asked], by_table=True)
     hidden = model.embed(torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None])
     last, branch = model.shape.layers - 1, None
     for layer in range(last + 1):
@@ -82,20 +87,17 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
             del found, keys, values
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
-                together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked])
+                watched = any(forward.watched for forward, _ in asked)
+                if watched or not together.are_outputs:
+                    together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked], by_table=not watched)
             if asked_for is None:
                 asked_for = model.queries(layer, normed, together.rotary)
-            queries = together.heads(asked_for)
-            del normed, asked_for
-            mixed = [
-                forward.attended(layer, rows, own).flatten(0, 1)
-                for (forward, _), rows, own in zip(asked, together.rows, queries, strict=True)
-                if rows.count  # the last layer of a pass without logits is for its keys and values
-            ]
-            if not mixed:
+            del normed
+            if not asked_for.numel():  # the last layer of passes without logits is for their keys and values
                 break
-            del queries
-            normed = model.mlp_norm(layer, hidden, model.attention_out(layer, torch.cat(mixed)[None]))
+            mixed = together.attended(model, layer, asked_for)
+            del asked_for
+            normed = model.mlp_norm(layer, hidden, model.attention_out(layer, mixed))
             del mixed
             branch = model.feed_forward(layer, hidden, together.note_picks, normed)
             del normed
@@ -107,8 +109,10 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
 class _Together:
     """Rows of several calls, concatenated into one sequence."""
 
-    def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows]) -> None:
+    def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows], *, by_table: bool) -> None:
+        """`by_table`: one launch may store all rows, and one compute their attention."""
         self.rows = rows
+        self._table = store_table(asked, rows) if by_table else None
         self._asked, self._batches = asked, [len(pass_.ids) for _, pass_ in asked]
         self._counts = [batch * each.count for batch, each in zip(self._batches, rows, strict=True)]
         rotaries = [forward.rotary[0] for forward, _ in asked]
@@ -126,8 +130,23 @@ class _Together:
         values: Float[Tensor, "1 kv_heads all head_dim"],
     ) -> None:
         """Write the keys and values of each call to its own store."""
+        if (table := self._table) is not None:
+            with span(Op.WRITE):
+                for_device(store_rows, keys.device)(table.coded(keys), table.coded(values), table, layer)
+            return
         for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
             forward.store_keys_values(layer, rows, *own)
+
+    def attended(
+        self, model: DiffusionModel, layer: int, queries: Float[Tensor, "1 heads all head_dim"]
+    ) -> Float[Tensor, "1 all heads_width"]:
+        """Attention of each call's rows over its own store, heads concatenated."""
+        if self._table is not None:
+            with span(Op.ATTENTION):
+                return model.attend_apart(layer, queries, self._table)
+        calls = zip(self._asked, self.rows, self.heads(queries), strict=True)
+        mixed = [forward.attended(layer, rows, own).flatten(0, 1) for (forward, _), rows, own in calls if rows.count]
+        return torch.cat(mixed)[None]
 
     def note_picks(self, layer: int, experts: Int[Tensor, "all picked"], picked: list[int]) -> None:
         """Record the experts of each call's rows in its forward."""
@@ -148,14 +167,39 @@ class _Together:
             for part, batch, rows in zip(logits[0].split(self._counts), self._batches, self.rows, strict=True)
         ]
 
+    @property
+    def are_outputs(self) -> bool:
+        """Whether the logits of all rows are computed."""
+        calls = zip(self.rows, self._asked, strict=True)
+        return all(rows[pass_.output].count == rows.count for rows, (_, pass_) in calls)
+
     def chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
         """The rows whose logits are computed."""
-        outputs = [pass_.output for _, pass_ in self._asked]
-        if all(rows[output].count == rows.count for rows, output in zip(self.rows, outputs, strict=True)):
+        if self.are_outputs:
             return hidden
+        outputs = [pass_.output for _, pass_ in self._asked]
         parts = zip(hidden[0].split(self._counts), outputs, self._batches, strict=True)
         chosen = [part.unflatten(0, (batch, -1))[:, output].flatten(0, 1) for part, output, batch in parts]
         return torch.cat(chosen)[None]
+
+
+def store_table(asked: Sequence[Asked], rows: Sequence[Rows]) -> StoreTable | None:
+    """Where the calls store `rows`, and what these read. None without kernels, or if only the device knows it, or if a
+    store is not all on the device, or if something counts its rows."""
+    if for_device(store_rows, rows[0].index.device) is store_rows:
+        return None
+    calls, first = list[OwnRows](), asked[0][0]
+    for (forward, pass_), own in zip(asked, rows, strict=True):
+        keys, values = (forward.store.memory(feature) for feature in (Feature.KEY, Feature.VALUE))
+        reads = forward.limits.on_host(own) if own.count and own.valid is None else None
+        if forward.rows_probe is not None or keys is None or values is None or keys.stride() != values.stride():
+            return None
+        if not own.count:
+            continue
+        if reads is None:
+            return None
+        calls.append(OwnRows(keys[:, : len(pass_.ids)], values[:, : len(pass_.ids)], own.within, reads))
+    return StoreTable.of(calls, first.store.code, first.model.shape.head_dim) if calls else None
 
 
 def _parts(rotary: Rotary) -> list[Tensor]:

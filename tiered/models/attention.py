@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.block_attention_ref import block_attention
+from tiered.kernels.block_attention_ref import attention_apart, block_attention
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Columns, Heads, KeyValue
 from tiered.kernels.keys_of_values import Keys
 from tiered.kernels.log_sum_exp import LogSumExp, finite
+from tiered.kernels.store_table import StoreTable
 
 # Rows of a block or an update. With more rows arithmetic is the limit: splitting columns gains nothing, and torch's
 # kernels use the fast units of each GPU.
@@ -50,6 +51,12 @@ def attend(
     if by_torch and isinstance(keys, Tensor) and isinstance(values, Tensor):
         return _by_torch(queries, keys, values, limits.key_mask, scale)
     return heads_joined(attend_part(queries, keys, values, limits, scale=scale, **softened)[0])
+
+
+def attend_apart(queries: Heads, table: StoreTable, layer: int, **softened: Any) -> Joined:
+    """Attention of rows of several calls, each over its own stores, heads concatenated; `scale` and others in
+    `softened`."""
+    return heads_joined(for_device(attention_apart, queries.device)(queries, table, layer, **softened))
 
 
 def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **softened: Any) -> Attended:

@@ -18,7 +18,8 @@ from tiered.kernels.gate_mul_ref import Activation, gate_mul
 from tiered.kernels.keys_of_values import Keys, KeysOfValues
 from tiered.kernels.projection import project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
-from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
+from tiered.kernels.store_table import StoreTable
+from tiered.models.attention import Attended, Joined, Limits, attend, attend_apart, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.rope import Rotary
@@ -210,6 +211,10 @@ class DiffusionModel(nn.Module):
         """The same over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
         return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
+
+    def attend_apart(self, layer: int, queries: Heads, table: StoreTable) -> Joined:
+        """The same of rows of several calls, each over its own stores."""
+        return attend_apart(queries, table, layer, **self._softened(layer))
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Unrotated keys that every row of `layer` attends to beside the canvas; None if there are none."""
