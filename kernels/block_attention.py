@@ -295,8 +295,8 @@ class _Stored(NamedTuple):
         most_rows: most rows of a sequence that attend to them.
         length: columns.
         made: how keys are made of values; None if they are stored.
-        table: where each sequence is stored in the layer, as in `StoreTable`; memory and strides of batch and head have
-            no meaning then. None if they say it.
+        table: addresses of each sequence in the layer, as in `StoreTable`. Memory and strides of batch and head then
+            have no meaning. None for one memory of all sequences.
     """
 
     memory: tuple[Tensor, Tensor]

@@ -4,8 +4,8 @@ from tiered.kernels.store_table import Stored, StoreTable
 
 
 def store_rows(keys: Stored, values: Stored, table: StoreTable, layer: int) -> None:
-    """Write `keys` and `values` of all rows of `table`, as they are stored, to the columns of each. `layer`: its place in
-    the memory.
+    """Write `keys` and `values` of all rows of `table`, as they are stored, to the columns of each. `layer`: its place
+    in the memory.
 
     Raises:
         ValueError: shape or dtype do not fit the memory of `table`.

@@ -24,7 +24,7 @@ Stored = Shaped[Tensor, "1 kv_heads all stored"]
 
 
 class OwnRows(NamedTuple):
-    """Rows of one call, and where they are stored.
+    """Rows of one call, and the memory that they are stored in.
 
     Attributes:
         keys, values: memory of equal shape and strides.
@@ -40,7 +40,7 @@ class OwnRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StoreTable:
-    """Rows of several calls, one call behind the other, and where each is stored.
+    """Rows of several calls, one call behind the other, and the addresses of their stores.
 
     Attributes:
         calls: the rows of each call; those of its sequences are one behind the other.

@@ -30,8 +30,8 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 
 def decoded_rows(out: int, inner: int) -> int:
-    """Rows of a weight [out, inner] that the kernel decodes at once; by 16, so that each part begins at a multiple of 16
-    bytes."""
+    """Rows of a weight [out, inner] that the kernel decodes at once; by 16, so that each part begins at a multiple of
+    16 bytes."""
     return min(out, max(16, DECODED_ELEMENTS // inner // 16 * 16))
 
 

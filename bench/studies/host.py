@@ -6,7 +6,8 @@ Counted and timed on a CPU; no figure is a GPU's. Parts:
                 --policy (bench/workloads/launches.py)
     seconds     Python time of a plain layer by --family whose kernels are not started, over as many bare launchers
                 (`host_time` in bench/workloads/plain_layers.py)
-    waits       host reads in a round of a scheduler with --requests, block-causal and bidirectional
+    waits       host reads in a round of a scheduler with --requests, block-causal and bidirectional, and launches of a
+                layer of their forwards
     loads       loads of one byte in the compiled attention kernel, by code of keys and values
     copies      time of a small copy beside a streamed layer's, which moves whole or in pieces, on a simulated link
 
@@ -17,6 +18,7 @@ The last line of stdout says, beside the counts, each null as long as its rows a
     host_us_per_layer               of a plain step of LLaDA
     host_over_bare_launches         that time over the one of as many bare launchers, in the same round
     waits_per_served_round          the larger median of both kinds
+    served_launches_per_layer       the larger mean of both kinds
     byte_loads_in_attention         in the kernels of all codes
     small_copy_wait_over_whole      99th percentile beside a layer in pieces, over that beside a whole layer
 """
@@ -118,6 +120,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
             "forwards of a round": "{forwards:.1f}",
             "host reads of a round, median": "{reads:g}",
             "at most": "{most_reads}",
+            "launches of a layer": "{launches:.1f}",
             "of which": "{by_read}",
         },
         "loads": {
@@ -141,7 +144,7 @@ def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
     def figure(name: str, **like: Any) -> float | None:
         return next((round(row[name], 3) for row in _of(good, **like)), None)
 
-    waits = [row["reads"] for row in _of(good, part="waits")]
+    waits, launches = ([row[of] for row in _of(good, part="waits") if of in row] for of in ("reads", "launches"))
     loads = [row["byte_loads"] for row in _of(good, part="loads")]
     ways = [figure("p99_ms", part="copies", way=way) for way in (copy_waits.PIECES, copy_waits.WHOLE)]
     return {
@@ -150,6 +153,7 @@ def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
         "host_us_per_layer": figure("layer_us", part="seconds", family="llada"),
         "host_over_bare_launches": figure("over_bare", part="seconds", family="llada"),
         "waits_per_served_round": max(waits, default=None),
+        "served_launches_per_layer": round(max(launches), 1) if launches else None,
         "byte_loads_in_attention": sum(loads) if loads else None,
         "small_copy_wait_over_whole": round(ways[0] / ways[1], 4) if ways[0] and ways[1] else None,
     }

@@ -1,4 +1,5 @@
-"""How often the host reads what the device has in rounds of a scheduler, counted as `workloads.launches` counts."""
+"""How often the host reads what the device has in rounds of a scheduler, and what a layer of them launches, counted as
+`workloads.launches` counts."""
 
 from collections import Counter
 from statistics import mean, median
@@ -18,8 +19,8 @@ PROMPTS = (16, 24)  # tokens, in turns
 
 
 def measure(family: str, policy: str, *, requests: int) -> dict[str, Any]:
-    """Reads of a round in which all `requests` run, in the middle and at most; forwards of a round, and its reads by
-    range and name, on average.
+    """Reads of a round in which all `requests` run, in the middle and at most; forwards of a round, launches of their
+    first layer, and reads of a round by range and name, on average.
 
     Requests of one block come at once, and one token of each is committed in a step. All that a round does counts:
     forwards, proposals and commits, and blocks that begin and end.
@@ -41,6 +42,8 @@ def measure(family: str, policy: str, *, requests: int) -> dict[str, Any]:
     for (_, _, op, name), number in found.reads.items():
         by_name[f"{op.value} {name}"] += number
     of = {name: number / len(reads) for name, number in by_name.most_common()}
+    launches = sum(number for (_, layer, *_), number in found.launches.items() if layer == 0) / sum(forwards)
     return {
         "rounds": len(reads), "reads": median(reads), "most_reads": max(reads), "forwards": mean(forwards), "read": of,
+        "launches": launches,
     }  # fmt: skip

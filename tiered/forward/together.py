@@ -184,8 +184,8 @@ class _Together:
 
 
 def store_table(asked: Sequence[Asked], rows: Sequence[Rows]) -> StoreTable | None:
-    """Where the calls store `rows`, and what these read. None without kernels, or if only the device knows it, or if a
-    store is not all on the device, or if something counts its rows."""
+    """The addresses at which the calls store `rows`, and the columns that these read. None without kernels, and for a
+    call whose columns only the device knows, whose store is not all on the device, or whose rows a probe counts."""
     if for_device(store_rows, rows[0].index.device) is store_rows:
         return None
     calls, first = list[OwnRows](), asked[0][0]
