@@ -2,10 +2,9 @@
 
 from typing import NamedTuple
 
-from tiered.kernels.launch import RowTile, power_of_2
+from tiered.kernels.launch import PROGRAMS, RowTile, power_of_2
 from tiered.kernels.row_code import RowCode
 
-PROGRAMS = 264  # at a time: two for each multiprocessor of an H100
 LEAST_COLUMNS = 256  # of a program: fewer take less time than its start
 PLAIN_HEAD = 128  # elements; a tile of a wider head has fewer columns and rows
 MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers

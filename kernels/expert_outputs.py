@@ -84,9 +84,9 @@ def _expert_product(
         address = tl.load(addresses + number * 3 + 1 + which)
         weight = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
         dtype: tl.constexpr = product.dtype.element_ty
-        found = tile_product(row_start, given, weight, output, there, ROW, UPCAST, TILE)
+        found = tile_product(row_start, given, weight, output, there, 0, ROW.elements, ROW, UPCAST, TILE)
         if ACTIVATION is not None:
-            up = tile_product(row_start, given, weight, output + out, there, ROW, UPCAST, TILE)
+            up = tile_product(row_start, given, weight, output + out, there, 0, ROW.elements, ROW, UPCAST, TILE)
             answer = gated(found.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
         else:
             answer = found.to(dtype)

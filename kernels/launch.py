@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+PROGRAMS = 264  # that run at a time: two for each multiprocessor of an H100
 VECTOR = 16  # most bytes that a thread loads or stores at once
 
 

@@ -12,15 +12,18 @@ from tiered.kernels.row_bits import bf16_values, byte_at, fp8_values, nvfp4_valu
 
 
 @triton.jit
-def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr):
-    """Sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`.
+def tile_product(
+    row_start, given, weight, output, there, begin, stop, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr
+):
+    """Sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`, over
+    columns from `begin`, a multiple of TILE.inner, to `stop`.
 
     `given` and `there` mask rows and outputs. `weight` points to the weight's first byte, at a multiple of 16. UPCAST
     to float32 for the interpreter, which multiplies no 16-bit numbers.
     """
     start = weight + output * ROW.row_bytes
     total = tl.full([TILE.out, TILE.rows], 0.0, tl.float32)
-    for first in range(0, ROW.elements, TILE.inner):
+    for first in range(begin, stop, TILE.inner):
         column = first + tl.arange(0, TILE.inner)
         known = column < ROW.elements
         hidden = tl.load(row_start[:, None] + column[None, :], given[:, None] & known[None, :], other=0.0)

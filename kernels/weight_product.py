@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.launch import launch, power_of_2
+from tiered.kernels.launch import PROGRAMS, launch, power_of_2
 from tiered.kernels.row_code import RowLayout
 from tiered.kernels.tile_product import byte_values, pair_values, tile_product, weight_scales
-from tiered.kernels.weight_product_ref import DECODED_FROM, check_factors, decoded_rows
+from tiered.kernels.weight_product_ref import DECODED_FROM, LEAST_COLUMNS, check_factors, decoded_rows
 
 
 class Tile(NamedTuple):
@@ -26,18 +26,37 @@ class Tile(NamedTuple):
 
 
 DECODED = Tile(1, 8, 512)  # a tile of a weight that is decoded first
+ADDED = 1024  # numbers of a program that adds up sums
 
 
-@triton.jit(do_not_specialize=["count"])
-def _weight_product(rows, coded, product, count, out, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "span"])
+def _weight_product(
+    rows, coded, product, count, out, span, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr
+):
     # Tiles of rows vary fastest, so concurrent programs share a tile of the weight in the caches.
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     output = (tl.program_id(1) * TILE.out + tl.arange(0, TILE.out)).to(tl.int64)
     given, there = row < count, output < out
     row_start = rows + row.to(tl.int64) * ROW.elements
-    total = tile_product(row_start, given, coded, output, there, ROW, UPCAST, TILE)
+    if span is None:
+        total = tile_product(row_start, given, coded, output, there, 0, ROW.elements, ROW, UPCAST, TILE)
+    else:
+        begin = tl.program_id(2) * span
+        stop = tl.minimum(begin + span, ROW.elements)
+        total = tile_product(row_start, given, coded, output, there, begin, stop, ROW, UPCAST, TILE)
+        product += (tl.program_id(2) * count).to(tl.int64) * out
     target = product + row.to(tl.int64)[None, :] * out + output[:, None]
     tl.store(target, total.to(product.dtype.element_ty), there[:, None] & given[None, :])
+
+
+@triton.jit(do_not_specialize=["numbers", "splits"])
+def _add_splits(parts, product, numbers, splits, NUMBERS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
+    there = at < numbers
+    total = tl.full([NUMBERS], 0.0, tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + split * numbers + at, there, other=0.0)
+    tl.store(product + at, total.to(product.dtype.element_ty), there)
 
 
 @triton.jit
@@ -69,13 +88,20 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 
 def product_by_tiles(rows: Float[Tensor, "n inner"], weight: CodedRows, product: Float[Tensor, "n out"]) -> None:
-    """Write the product, from codes."""
+    """Write the product, from codes. If there are too few tiles to fill a GPU, programs share the columns of one, and a
+    second kernel adds up their sums in order."""
     count, (out, inner) = len(rows), weight.shape
     tile = tile_of(count, rows.element_size())
-    grid = -(-count // tile.rows), -(-out // tile.out)
+    tiles = -(-count // tile.rows), -(-out // tile.out)
+    splits = max(1, min(PROGRAMS // (tiles[0] * tiles[1]), inner // LEAST_COLUMNS))
+    span = None if splits == 1 else -(-inner // (splits * tile.inner)) * tile.inner
+    parts = product if splits == 1 else rows.new_empty(splits, count, out, dtype=torch.float32)
     options = {"ROW": RowLayout.of(weight.code, inner), "UPCAST": not rows.is_cuda, "TILE": tile}
-    arguments = rows, weight.bytes, product, count, out
-    launch(_weight_product, grid, *arguments, **options, num_warps=warps_of(tile), on=rows)
+    arguments = rows, weight.bytes, parts, count, out, span
+    launch(_weight_product, (*tiles, splits), *arguments, **options, num_warps=warps_of(tile), on=rows)
+    if splits > 1:
+        numbers = product.numel()
+        launch(_add_splits, (-(-numbers // ADDED),), parts, product, numbers, splits, NUMBERS=ADDED, on=rows)
 
 
 def product_by_parts(rows: Float[Tensor, "n inner"], weight: CodedRows, product: Float[Tensor, "n out"]) -> None:
@@ -96,4 +122,4 @@ def tile_of(count: int, element_bytes: int) -> Tile:
 
 
 def warps_of(tile: Tile) -> int:
-    return 8 if tile.rows == 128 else 4
+    return 8 if tile.rows >= 64 else 4

@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.launch import PROGRAMS
 
 # Elements of the weight that are decoded at once, 4 MiB in float32: enough to amortise the start of an operation, and
 # few enough to stay in the caches until their product.
@@ -12,6 +13,8 @@ TILE_ELEMENTS = 1 << 20
 # The kernel decodes a weight first for as many rows and more, so many elements at once: 16 MiB in 16 bits, which occupy
 # a large GPU and stay in its caches until their product.
 DECODED_FROM, DECODED_ELEMENTS = 256, 1 << 23
+MOST_TILE = 128 * 64  # numbers of a program
+LEAST_COLUMNS = 512  # of a weight that a program of the kernel takes for fewer rows, if it has as many
 
 
 def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
@@ -33,6 +36,11 @@ def decoded_rows(out: int, inner: int) -> int:
     """Rows of a weight [out, inner] that the kernel decodes at once; by 16, so that each part begins at a multiple of
     16 bytes."""
     return min(out, max(16, DECODED_ELEMENTS // inner // 16 * 16))
+
+
+def most_sums(count: int, out: int, inner: int) -> int:
+    """Most numbers in which the kernel keeps sums of some columns, for up to `count` rows by tiles."""
+    return min(inner // LEAST_COLUMNS * count * out, PROGRAMS * MOST_TILE)
 
 
 def check_factors(rows: Float[Tensor, "n inner"], weight: CodedRows) -> None:

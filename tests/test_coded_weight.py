@@ -125,6 +125,8 @@ PRODUCTS: dict[str, tuple[int, int, int, torch.dtype]] = {
     "several tiles, bfloat16": (40, 70, 160, torch.bfloat16),
     "float16": (7, 33, 96, torch.float16),
     "no rows": (0, 8, 64, torch.float32),
+    "split columns": (5, 33, 1050, torch.float32),
+    "split columns, bfloat16": (3, 70, 1600, torch.bfloat16),
     "many rows": (256, 70, 80, torch.float32),
     "many rows, an odd width": (300, 39, 67, torch.float16),
 }

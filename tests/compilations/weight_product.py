@@ -3,9 +3,23 @@
 from specialisation import Compilation
 
 from tiered.kernels.row_code import RowLayout, WeightCode
-from tiered.kernels.weight_product import DECODED, _decode_weight, _weight_product, tile_of, warps_of
+from tiered.kernels.weight_product import (
+    ADDED,
+    DECODED,
+    _add_splits,
+    _decode_weight,
+    _weight_product,
+    tile_of,
+    warps_of,
+)
 
 COMPILATIONS = (
+    Compilation(
+        kernel=_add_splits,
+        types={"parts": "*fp32", "product": "*bf16", "numbers splits": "i32"},
+        constexprs={"NUMBERS": ADDED},
+        multiples="parts product",
+    ),
     *(
         Compilation(
             kernel=_decode_weight,
@@ -19,22 +33,22 @@ COMPILATIONS = (
     *(
         Compilation(
             kernel=_weight_product,
-            types={
-                "rows product": f"*{dtype}",
-                "coded": "*u8",
-                "count out": "i32",
-            },
-            constexprs={"ROW": RowLayout.of(code, inner), "UPCAST": False, "TILE": tile},
+            types={"rows": f"*{dtype}", "coded": "*u8", "product": "*fp32" if split else f"*{dtype}"}
+            | {"count out span" if split else "count out": "i32"},
+            constexprs={"ROW": RowLayout.of(code, inner), "UPCAST": False, "TILE": tile}
+            | ({} if split else {"span": None}),
             multiples="rows coded product out",
             num_warps=warps_of(tile),
         )
-        for dtype, element_bytes, count, inner in (
-            ("bf16", 2, 32, 4096),
-            ("bf16", 2, 32, 12288),
-            ("bf16", 2, 1, 4096),
-            ("bf16", 2, 4096, 4096),
-            ("fp16", 2, 64, 4096),
-            ("fp32", 4, 32, 4096),
+        for dtype, element_bytes, count, inner, split in (
+            ("bf16", 2, 32, 4096, False),
+            ("bf16", 2, 32, 12288, True),
+            ("bf16", 2, 1, 4096, True),
+            ("bf16", 2, 4096, 4096, False),
+            ("fp16", 2, 64, 4096, True),
+            ("fp16", 2, 64, 4096, False),
+            ("fp32", 4, 32, 4096, False),
+            ("fp32", 4, 8, 4096, True),
         )
         for code in WeightCode
         for tile in (tile_of(count, element_bytes),)

@@ -16,7 +16,7 @@ from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.expert_table import scratch_numbers
 from tiered.kernels.projection import FEW_ROWS
 from tiered.kernels.row_code import CHUNK_ELEMENTS
-from tiered.kernels.weight_product_ref import DECODED_FROM, TILE_ELEMENTS, decoded_rows
+from tiered.kernels.weight_product_ref import DECODED_FROM, TILE_ELEMENTS, decoded_rows, most_sums
 from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape, rows_at_once, tokens_at_once
 
 # Rows of all sequences together that pass a layer at a time. They share one read of each weight. In bfloat16 an H100
@@ -257,13 +257,14 @@ def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDt
 
 def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:
     """Temporaries of `weight_product` over `rows` rows. Without a kernel: a decoded tile of the matrix, and either the
-    temporaries of decoding it or its product. On a GPU: a decoded part, if it is decoded first, of up to three matrices
-    that adjoin."""
+    temporaries of decoding it or its product. On a GPU, of up to three matrices that adjoin: a decoded part, or sums of
+    some columns."""
     out, inner = matrix
     if sizes.weights.code is None:
         return 0
     if sizes.gpu is not None:
-        return decoded_rows(3 * out, inner) * inner * sizes.element if rows >= DECODED_FROM else 0
+        decoded = decoded_rows(3 * out, inner) * inner * sizes.element if rows >= DECODED_FROM else 0
+        return max(decoded, _FLOAT32 * most_sums(min(rows, DECODED_FROM - 1), 3 * out, inner))
     some = min(out, max(1, TILE_ELEMENTS // inner))
     decoding = min(CHUNK_ELEMENTS, some * inner) * _DECODED_WEIGHT
     return some * inner * sizes.element + max(decoding, some * rows * sizes.element)
