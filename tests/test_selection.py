@@ -255,10 +255,10 @@ def test_what_is_not_in_the_study_is_named(axes: dict[str, Any], told: str):
         list(study.points(study.AXES | axes))
 
 
-@pytest.mark.parametrize("selector", ["oldest", "round_robin", "attention_pending", "drift_attention", "oracle"])
+@pytest.mark.parametrize("selector", ["oldest", "attention_pending", "drift_attention", "oracle"])
 def test_prompts_asked_together_choose_as_they_do_alone(runtime: Runtime, selector: str):
     # Answers end in different blocks, so that some sequences wait, and some leave before the others.
-    asked = [("copy", 16), ("remove", 15), ("copy", 16), ("sort", 16)]
+    asked = [("copy", 16), ("remove", 15), ("sort", 16)]
     examples = [tasks.sample(task, "validation", seed, size=size) for seed, (task, size) in enumerate(asked)]
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
     call: dict[str, Any] = {"max_new_tokens": 3 * BLOCK, "block_length": BLOCK}
