@@ -23,6 +23,11 @@ Memory = Float[Tensor, "layers batch kv_heads length stored"]
 Stored = Shaped[Tensor, "1 kv_heads all stored"]
 
 
+def table_numbers(sequences: int, rows: int, layers: int) -> int:
+    """Numbers of a table."""
+    return SEQUENCE_FIELDS * layers * sequences + ROW_FIELDS * rows
+
+
 class OwnRows(NamedTuple):
     """Rows of one call, and the memory that they are stored in.
 
@@ -92,7 +97,7 @@ class StoreTable:
 
     @cached_property
     def aligned(self) -> int:
-        """Bytes of which the address of each row is a multiple; see `alignment` in block_attention.py."""
+        """Bytes of which the address of each row is a multiple; as `alignment` in scatter_rows.py."""
         if self.code is not None:
             return WORD
         strides = [number * call.keys.element_size() for call in self.calls for number in call.keys.stride()[:4]]

@@ -25,13 +25,13 @@ from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Heads
 from tiered.kernels.projection import FEW_ROWS, ONE_ORDER
 from tiered.kernels.store_rows_ref import store_rows
-from tiered.kernels.store_table import OwnRows, StoreTable
+from tiered.kernels.store_table import OwnRows, StoreTable, table_numbers
 from tiered.models.base import DiffusionModel, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.models.router import picked_experts
 
-_FLOAT32 = 4
+_FLOAT32, _INT64 = 4, 8
 
 
 def shareable(forward: Forward, pass_: Pass) -> bool:
@@ -46,9 +46,11 @@ def shareable(forward: Forward, pass_: Pass) -> bool:
 
 
 def shared_bytes(sizes: CallShape) -> int:
-    """Bytes of a call that is batched with others: a copy of its rows' angles, and of the last layer's."""
+    """Bytes of a call that is batched with others: a copy of its rows' angles, and of the last layer's, and its part of
+    two tables of stores."""
     rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
-    return 2 * rows * sizes.shape.head_dim * _FLOAT32
+    table = table_numbers(sizes.sequences, rows, sizes.shape.layers)
+    return 2 * (rows * sizes.shape.head_dim * _FLOAT32 + table * _INT64)
 
 
 def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
