@@ -7,6 +7,7 @@ blocks'. All arms update in the same steps, and all but Polestar renew the same 
     none, frozen, all    without a cache; without updates; with updates of all rows
     random, round_robin, oldest     blind; of equally old rows `oldest` takes any
     attention, attention_pending    rows with most attention from the block, or from its pending rows
+    attention_layer_N    `attention_pending` in the N-th layer alone
     drift, drift_first   rows whose attention drifted most, over all layers or in the first one: Polestar's drift with a
                          cluster of each row; `drift_output`: the output of whose attention drifted most
     drift_attention      `drift` times `attention`

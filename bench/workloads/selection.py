@@ -5,6 +5,7 @@ All selectors renew as many rows, in the same steps, and the same rows in all la
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from workloads.selectors import (
     Drift,
     DriftAttention,
     FirstDrift,
+    LayerAttention,
     Look,
     Oldest,
     OutputDrift,
@@ -31,12 +33,14 @@ from workloads.selectors import (
     Selector,
 )
 
+LAYERS = 5  # of an embedded model
 SELECTORS: Mapping[str, Callable[[int], Selector]] = {
     "random": Random,
     "round_robin": RoundRobin,
     "oldest": Oldest,
     "attention": Attention,
     "attention_pending": PendingAttention,
+    **{f"attention_layer_{number + 1}": partial(LayerAttention, layer=number) for number in range(LAYERS)},
     "drift": Drift,
     "drift_output": OutputDrift,
     "drift_first": FirstDrift,

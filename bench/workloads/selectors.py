@@ -176,6 +176,18 @@ class PendingAttention(Attention):
         return look.pending
 
 
+class LayerAttention(PendingAttention):
+    """The same in one layer alone."""
+
+    def __init__(self, seed: int, *, layer: int) -> None:
+        super().__init__(seed)
+        self._layer = layer
+
+    def scores(self, look: Look) -> Scores:
+        asking = self.asking(look)[:, None, :, None]
+        return next((look.weights(of) * asking).sum(dim=(1, 2)) for of in look.layers() if of.layer == self._layer)
+
+
 class Drift(Highest):
     """Rows whose attention has drifted most since the last update, in the mean over heads and layers: Polestar's drift
     of clusters that have one row each. The last layer's attention of a row is read by no other row, and is left out."""
