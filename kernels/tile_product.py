@@ -15,8 +15,8 @@ from tiered.kernels.row_bits import bf16_values, byte_at, fp8_values, nvfp4_valu
 def tile_product(
     row_start, given, weight, output, there, begin, stop, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr
 ):
-    """Sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`, over
-    columns from `begin`, a multiple of TILE.inner, to `stop`.
+    """Sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`,
+    over columns from `begin`, a multiple of TILE.inner, to `stop`.
 
     `given` and `there` mask rows and outputs. `weight` points to the weight's first byte, at a multiple of 16. UPCAST
     to float32 for the interpreter, which multiplies no 16-bit numbers.

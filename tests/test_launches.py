@@ -103,16 +103,17 @@ def test_a_layer_of_a_plain_step(family: str, rows: Rows):
     assert not reads
 
 
-# Python time of a plain layer over that of as many bare launchers, at most. These numbers only fall; 1.5 times what was
-# seen, because machines differ.
-OVER_BARE = {"llada": 4.7, "Dream": 3.9, "gidd": 3.1, "sdar": 5.3}
+# Calls of functions in a plain layer at most, the same on every machine; and its Python time over that of as many bare
+# launchers, twice what the fastest machine had, because others had up to 1.7 times that. These numbers only fall.
+CALLS = {"llada": 656, "Dream": 662, "gidd": 723, "sdar": 775}
+OVER_BARE = {"llada": 7.8, "Dream": 6.3, "gidd": 4.6, "sdar": 7.4}
 
 
 @pytest.mark.parametrize("family", OVER_BARE)
 def test_the_host_needs_little_time_for_a_layer(family: str):
     torch.use_deterministic_algorithms(False)  # else torch fills all memory that it gives
     found = host_time(family, rounds=15)
-    assert found["launches"] == LAUNCHES[family]
+    assert found["launches"] == LAUNCHES[family] and found["calls"] <= CALLS[family]
     assert 1 < found["over_bare"] <= OVER_BARE[family], found
 
 

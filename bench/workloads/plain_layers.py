@@ -102,6 +102,7 @@ def host_time(family: str, *, rounds: int) -> dict[str, Any]:
     launch, their checks and the memory of their results, and torch's operations, products among them. These products
     are of 8 rows and matrices of 32 x 96, and compute. The bare launcher is that of `gate_mul` for one element, the
     smallest one. Time is that of the calling thread, so a busy machine lengthens it little.
+    "calls" of functions in a layer are the same on every machine.
     """
     launched = launches(family)[0][0]
     forward, pass_ = forward_of(model_of(family, LAYERS)), pass_of(ROWS)
@@ -126,9 +127,26 @@ def host_time(family: str, *, rounds: int) -> dict[str, Any]:
     with torch.inference_mode(), without_kernels():
         # The first round pays for what is made once.
         times = [(of_layers(), of_launchers()) for _ in range(rounds + 1)][1:]
+        calls = counted_calls(of_layers) / (LAYERS - 1)
     layer, launchers = (median(of) / 1e3 for of in zip(*times, strict=True))
     ratio = median(of / over for of, over in times)
-    return {"launches": launched, "layer_us": layer, "bare_us": launchers, "over_bare": ratio}
+    return {"launches": launched, "layer_us": layer, "bare_us": launchers, "over_bare": ratio, "calls": calls}
+
+
+def counted_calls(run: Callable[[], object]) -> int:
+    """Calls of functions of Python and of C in `run`."""
+    found = Counter[str]()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found[event] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return found["call"] + found["c_call"]
 
 
 @contextmanager
