@@ -29,20 +29,21 @@ DECODED = Tile(1, 8, 512)  # a tile of a weight that is decoded first
 ADDED = 1024  # numbers of a program that adds up sums
 
 
-@triton.jit(do_not_specialize=["count", "span"])
+@triton.jit(do_not_specialize=["count", "turns"])
 def _weight_product(
-    rows, coded, product, count, out, span, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr
+    rows, coded, product, count, out, turns, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr
 ):
     # Tiles of rows vary fastest, so concurrent programs share a tile of the weight in the caches.
     row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     output = (tl.program_id(1) * TILE.out + tl.arange(0, TILE.out)).to(tl.int64)
     given, there = row < count, output < out
     row_start = rows + row.to(tl.int64) * ROW.elements
-    if span is None:
+    if turns is None:
         total = tile_product(row_start, given, coded, output, there, 0, ROW.elements, ROW, UPCAST, TILE)
     else:
-        begin = tl.program_id(2) * span
-        stop = tl.minimum(begin + span, ROW.elements)
+        # Counted in tiles, so that the compiler knows how columns are aligned, and loads whole vectors of codes.
+        begin = tl.program_id(2) * turns * TILE.inner
+        stop = tl.minimum(begin + turns * TILE.inner, ROW.elements)
         total = tile_product(row_start, given, coded, output, there, begin, stop, ROW, UPCAST, TILE)
         product += (tl.program_id(2) * count).to(tl.int64) * out
     target = product + row.to(tl.int64)[None, :] * out + output[:, None]
@@ -94,10 +95,10 @@ def product_by_tiles(rows: Float[Tensor, "n inner"], weight: CodedRows, product:
     tile = tile_of(count, rows.element_size())
     tiles = -(-count // tile.rows), -(-out // tile.out)
     splits = max(1, min(PROGRAMS // (tiles[0] * tiles[1]), inner // LEAST_COLUMNS))
-    span = None if splits == 1 else -(-inner // (splits * tile.inner)) * tile.inner
+    turns = None if splits == 1 else -(-inner // (splits * tile.inner))
     parts = product if splits == 1 else rows.new_empty(splits, count, out, dtype=torch.float32)
     options = {"ROW": RowLayout.of(weight.code, inner), "UPCAST": not rows.is_cuda, "TILE": tile}
-    arguments = rows, weight.bytes, parts, count, out, span
+    arguments = rows, weight.bytes, parts, count, out, turns
     launch(_weight_product, (*tiles, splits), *arguments, **options, num_warps=warps_of(tile), on=rows)
     if splits > 1:
         numbers = product.numel()

@@ -150,6 +150,7 @@ def test_every_piece_of_a_layer_has_a_name():
         "queries_keys_values",
         "attend",
         "attend_part",
+        "attend_apart",
     }
     methods = {name for name, value in vars(DiffusionModel).items() if callable(getattr(value, "__func__", value))}
     assert {name for name in methods if not name.startswith("_")} == {*PIECES, *others}

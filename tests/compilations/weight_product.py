@@ -34,9 +34,9 @@ COMPILATIONS = (
         Compilation(
             kernel=_weight_product,
             types={"rows": f"*{dtype}", "coded": "*u8", "product": "*fp32" if split else f"*{dtype}"}
-            | {"count out span" if split else "count out": "i32"},
+            | {"count out turns" if split else "count out": "i32"},
             constexprs={"ROW": RowLayout.of(code, inner), "UPCAST": False, "TILE": tile}
-            | ({} if split else {"span": None}),
+            | ({} if split else {"turns": None}),
             multiples="rows coded product out",
             num_warps=warps_of(tile),
         )
