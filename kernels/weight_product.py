@@ -26,6 +26,7 @@ class Tile(NamedTuple):
 
 
 DECODED = Tile(1, 8, 512)  # a tile of a weight that is decoded first
+MOST_SPLIT = 32  # rows of a tile whose columns are split: more would not fit the registers
 ADDED = 1024  # numbers of a program that adds up sums
 
 
@@ -45,7 +46,7 @@ def _weight_product(
         begin = tl.program_id(2) * turns * TILE.inner
         stop = tl.minimum(begin + turns * TILE.inner, ROW.elements)
         total = tile_product(row_start, given, coded, output, there, begin, stop, ROW, UPCAST, TILE)
-        product += (tl.program_id(2) * count).to(tl.int64) * out
+        product += tl.program_id(2) * count * out  # less than 2^31, since a split fills few programs
     target = product + row.to(tl.int64)[None, :] * out + output[:, None]
     tl.store(target, total.to(product.dtype.element_ty), there[:, None] & given[None, :])
 
@@ -94,7 +95,7 @@ def product_by_tiles(rows: Float[Tensor, "n inner"], weight: CodedRows, product:
     count, (out, inner) = len(rows), weight.shape
     tile = tile_of(count, rows.element_size())
     tiles = -(-count // tile.rows), -(-out // tile.out)
-    splits = max(1, min(PROGRAMS // (tiles[0] * tiles[1]), inner // LEAST_COLUMNS))
+    splits = max(1, min(PROGRAMS // (tiles[0] * tiles[1]), inner // LEAST_COLUMNS)) if tile.rows <= MOST_SPLIT else 1
     turns = None if splits == 1 else -(-inner // (splits * tile.inner))
     parts = product if splits == 1 else rows.new_empty(splits, count, out, dtype=torch.float32)
     options = {"ROW": RowLayout.of(weight.code, inner), "UPCAST": not rows.is_cuda, "TILE": tile}
@@ -123,4 +124,4 @@ def tile_of(count: int, element_bytes: int) -> Tile:
 
 
 def warps_of(tile: Tile) -> int:
-    return 8 if tile.rows >= 64 else 4
+    return 8 if tile.rows == 128 else 4

@@ -13,7 +13,7 @@ TILE_ELEMENTS = 1 << 20
 # The kernel decodes a weight first for as many rows and more, so many elements at once: 16 MiB in 16 bits, which occupy
 # a large GPU and stay in its caches until their product.
 DECODED_FROM, DECODED_ELEMENTS = 256, 1 << 23
-MOST_TILE = 128 * 64  # numbers of a program
+MOST_TILE = 32 * 64  # numbers of a program that splits columns
 LEAST_COLUMNS = 512  # of a weight that a program of the kernel takes for fewer rows, if it has as many
 
 
