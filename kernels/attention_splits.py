@@ -48,6 +48,14 @@ def splits(tiles: int, length: int) -> int:
     return max(1, min(PROGRAMS // tiles, length // LEAST_COLUMNS))
 
 
+def bucket(columns: int) -> tuple[int, int]:
+    """The bucket of `columns`: it holds column counts above the first number, up to the second. Those of a bucket are
+    split alike, so one recorded launch serves all. There are four buckets to a doubling, none below `LEAST_COLUMNS`."""
+    step = max(LEAST_COLUMNS, power_of_2(columns) // 8)
+    most = -(-columns // step) * step
+    return most - step, most
+
+
 def partial_bytes(
     sequences: int, heads: int, kv_heads: int, rows: int, length: int, head_dim: int, *, element_bytes: int
 ) -> int:

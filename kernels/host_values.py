@@ -1,4 +1,4 @@
-"""Small host values, such as sizes and flags, copied to the device without a wait."""
+"""Small values, such as sizes and flags, copied between host and device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,3 +18,21 @@ def on_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Ten
         with torch.cuda.device(device):  # pinning is for the current device, and creates its context
             host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+class OnTheWay:
+    """Values of the device that go to the host. The device does what it is asked for meanwhile, and the host waits for
+    no more than what it was asked for before."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    def tolist(self) -> Any:
+        """Wait for the values."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()

@@ -112,6 +112,7 @@ class FakeCuda:
         over: most bytes by which `live` was above the books while a call was in them, and the line that made them so.
         owner: the thread that the device is for.
         pinned: bytes of memory of the host that copy engines reach, by address.
+        asked: operations that it was asked for.
     """
 
     def __init__(self) -> None:
@@ -124,6 +125,7 @@ class FakeCuda:
         self._storages: dict[int, int] = {}
         self._lock = threading.RLock()  # lanes free what they copied
         self.pinned: dict[int, int] = {}
+        self.asked = 0
 
     # Operations.
 
@@ -149,6 +151,7 @@ class FakeCuda:
         if not outer and not there:
             return func(*inner, **named)
         self._look(func, inner, named, hosts, came=bool(outer), goes=there)
+        self.asked += 1
         return self._outside(func(*inner, **named), outer) if there else func(*inner, **named)
 
     def _look(
@@ -314,16 +317,21 @@ class _Generator(torch.Generator):
 
 
 class _Event:
-    def __init__(self, **_: Any) -> None:
-        self._at = 0.0
+    """The host that waits for one is no wait if the device has been asked for more meanwhile: it goes on with that."""
+
+    def __init__(self, fake: FakeCuda, **_: Any) -> None:
+        self._fake, self._at, self._asked = fake, 0.0, -1
 
     def record(self, stream: Any = None) -> None:
-        self._at = time.monotonic()
+        self._at, self._asked = time.monotonic(), self._fake.asked
 
     def query(self) -> bool:
+        self._asked = -1  # it is known to be over
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if self._asked == self._fake.asked:
+            self._fake.wait("event")
 
     def elapsed_time(self, other: "_Event") -> float:
         return 1000 * (other._at - self._at)
@@ -365,7 +373,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
                 "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
                 "device": lambda device: _NOTHING, "device_of": lambda tensor: _NOTHING, "cudart": lambda: runtime,
                 "current_stream": lambda device=None: _Stream(), "stream": lambda stream: _NOTHING,
-                "Stream": _Stream, "Event": _Event, "synchronize": lambda device=None: fake.wait("device"),
+                "Stream": _Stream, "Event": functools.partial(_Event, fake),
+                "synchronize": lambda device=None: fake.wait("device"),
                 "reset_peak_memory_stats": lambda device=None: setattr(fake, "peak", fake.live),
                 "max_memory_allocated": lambda device=None: fake.peak,
             },

@@ -377,9 +377,9 @@ def test_rows_of_a_step(runtime: Runtime):
     tracked = Tracked(2)
     tracked.begin(runtime.model.shape, 2, 8, torch.empty(0))
     columns, both = torch.tensor([[0, 4], [2, NONE]]), torch.tensor([True, True])
-    tracked.put(0, columns, torch.zeros(2, 4, 2, 32), both)
-    tracked.put(1, columns + 1, torch.zeros(2, 4, 2, 32), both)
-    tracked.put(2, columns, torch.zeros(2, 4, 2, 32), both)
+    tracked.put(0, columns, torch.zeros(2, 4, 2, 32), both[:, None])
+    tracked.put(1, columns + 1, torch.zeros(2, 4, 2, 32), both[:, None])
+    tracked.put(2, columns, torch.zeros(2, 4, 2, 32), both[:, None])
     step = step_of(at, prompt_length=2, start=2, stop=6, forwards=(3, 3))
     rows = step_rows(step, 3, tracked, (False, False))
     assert chosen(rows.rows, rows.output) == [[3, 5], [5]]
@@ -429,9 +429,9 @@ def test_tracked_tokens_follow_their_sequences(runtime: Runtime):
     assert not tracked.mask(committed).any()
     tracked.begin(runtime.model.shape, 3, 7, torch.empty(0))
     columns, queries = torch.tensor([[0, 1], [2, NONE], [6, 3]]), torch.randn(3, 4, 2, 32)
-    tracked.put(1, columns, queries, torch.tensor([True, True, True]))
-    tracked.put(1, columns + 1, queries + 1, torch.tensor([False, False, False]))
-    tracked.put(2, columns.clamp_min(0), queries, torch.tensor([False, False, True]))
+    tracked.put(1, columns, queries, torch.tensor([True, True, True])[:, None])
+    tracked.put(1, columns + 1, queries + 1, torch.tensor([False, False, False])[:, None])
+    tracked.put(2, columns.clamp_min(0), queries, torch.tensor([False, False, True])[:, None])
     assert [row.nonzero()[:, 0].tolist() for row in tracked.mask(committed)] == [[0, 1], [2], [3, 6]]
     tracked.keep([1, 2])
     assert [row.nonzero()[:, 0].tolist() for row in tracked.mask(committed[:2])] == [[2], [3, 6]]

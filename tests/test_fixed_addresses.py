@@ -1,21 +1,31 @@
-"""A plain step can be recorded once and replayed for the steps after it, as a CUDA graph would: what it reads stays in
-place, and a few buffers have what is new."""
+"""A plain step can be recorded once and replayed for others, as a CUDA graph would: what it reads stays in place, and a
+few buffers have what is new. By tables of addresses one recorded step serves other calls, too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from workloads.launches import counting
+from workloads.models import in_records
+from workloads.plain_layers import CONFIGS, forward_of
 
 import tiered
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass, StepKind
+from tiered.forward.together import Batch
+from tiered.kernels import block_attention
+from tiered.kernels.attention_splits import bucket
+from tiered.kernels.row_code import RowCode
 from tiered.runtime import Runtime
 
 # Operations that end on the host, or whose result has as many rows as the device finds.
@@ -27,23 +37,48 @@ def address(tensor: Tensor) -> int:
 
 
 class Recorded(TorchDispatchMode):
-    """The operations of a step, with the tensors that they read and made."""
+    """The operations of a step and its launches of kernels, with the tensors that they read and made."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._inside = False
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = operation(*args, **(kwargs or {}))
-        self._calls.append((operation, args, kwargs or {}, made))
+        if not self._inside:
+            self._calls.append((operation, args, kwargs or {}, made))
         return made
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Record launches in Triton's interpreter; of what the interpreter does there, nothing."""
+        from triton.runtime.interpreter import GridExecutor
+
+        start: Any = GridExecutor.__call__
+
+        def started(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self._calls.append((partial(start, executor), args, kwargs, executor.grid))
+            self._inside = True
+            start(executor, *args, **kwargs)
+            self._inside = False
+
+        with patch.object(GridExecutor, "__call__", started), self:
+            yield
 
     @property
     def operations(self) -> list[tuple[str, Any]]:
-        """Names, with the shapes that they made."""
+        """Names, with the shapes that they made, without views; of kernels, with grid, arguments and dtypes."""
+
+        def plain(values: Any, attribute: str) -> Any:
+            return tree_map(lambda each: getattr(each, attribute) if isinstance(each, Tensor) else each, values)
+
         return [
-            (str(operation), tree_map(lambda each: tuple(each.shape) if isinstance(each, Tensor) else each, made))
-            for operation, _, _, made in self._calls
+            (operation.args[0].fn.__name__, (made, plain((args, kwargs), "dtype")))
+            if isinstance(operation, partial)
+            else (str(operation), plain(made, "shape"))
+            for operation, args, kwargs, made in self._calls
+            if isinstance(operation, partial) or not operation.is_view
         ]
 
     @property
@@ -58,6 +93,9 @@ class Recorded(TorchDispatchMode):
     def replay(self) -> None:
         """Run them again, from the same tensors into the same tensors."""
         for operation, args, kwargs, made in self._calls:
+            if isinstance(operation, partial):
+                operation(*args, **kwargs)
+                continue
             again, own = (
                 operation(*args, **kwargs),
                 {address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)},
@@ -173,3 +211,60 @@ def test_an_address_that_moves_is_seen(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(StepBuffers, "filled", lambda _, pass_: replace(pass_, ids=pass_.ids.clone()))
     with pytest.raises(AssertionError):
         runtime.generate(PROMPTS, max_new_tokens=32, block_length=8, stop_at_eos=False)
+
+
+# Columns of the canvases of two calls that share forwards, and the first column of the block of each.
+ROUNDS = [((24, 40), (8, 24)), ((32, 24), (16, 8)), ((56, 56), (40, 32))]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
+@pytest.mark.parametrize(
+    ("family", "splits", "kv"), [*((family, 1, None) for family in CONFIGS), ("sdar", 2, RowCode.FP8)]
+)
+@torch.inference_mode()
+def test_a_recorded_step_serves_other_calls(
+    family: str, splits: int, kv: RowCode | None, random_model: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+):
+    """The stores of other calls lie elsewhere and have other sizes; a table says where, which is written in place."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(block_attention, "splits", lambda tiles, length: splits)
+    model = in_records(random_model({"model_type": family, **CONFIGS[family]}))
+    generator = torch.Generator().manual_seed(0)
+
+    def asked(columns: tuple[int, ...], starts: tuple[int, ...]) -> list[tuple[Forward, Pass]]:
+        """Steps of calls whose keys and values are all there."""
+        found = []
+        for length, start in zip(columns, starts, strict=True):
+            forward, ids = forward_of(model, kv, length), torch.randint(0, 120, (1, length), generator=generator)
+            forward.logits(Pass(ids, forward.rows, slice(0, 8)))
+            found.append((forward, Pass(ids.flip(1), Rows.span(start, start + 8), slice(0, 8))))
+        return found
+
+    rounds = [asked(*round_) for round_ in ROUNDS]
+    with counting():
+        recorded, first = Recorded(), Batch(rounds[0])
+        with recorded.kernels():
+            logits = first.logits()
+        for calls in rounds[1:]:
+            again, other = Recorded(), Batch(calls)
+            with again.kernels():
+                expected = other.logits()
+            assert again.operations == recorded.operations
+            kept = [(forward, Replaying._stored(forward)) for forward, _ in calls]
+            written = [[each.clone() for each in stored] for _, stored in kept]
+            for forward, pass_ in calls:
+                Replaying._scramble(forward, pass_.rows)
+            for into, new in zip(first.inputs, other.inputs, strict=True):
+                into.copy_(new)
+            recorded.replay()
+            assert torch.equal(logits, expected)
+            for (_, stored), before in zip(kept, written, strict=True):
+                assert all(map(torch.equal, stored, before))
+
+
+def test_buckets_are_few_and_none_is_much_too_large():
+    """Four to a doubling from 1024 columns on, and none below 256; a part of a split may hold no column."""
+    found = {columns: bucket(columns) for columns in range(1, 1 << 16)}
+    assert all(below < columns <= most for columns, (below, most) in found.items())
+    assert all(most - below == 256 or most <= 1.25 * (below + 1) for below, most in found.values())
+    assert len(set(found.values())) == 4 + 4 * 6

@@ -153,7 +153,7 @@ MOST: dict[str, dict[str, tuple[int, int, int]]] = {
     "attended": {"refresh": (11, 0, 61), "update": (11, 0, 83)},
     "dkv_pd": {"refresh": (11, 0, 54), "step": (11, 0, 129)},
     "dllm_cache": {"refresh": (18, 0, 54), "step": (45, 0, 54), "update": (18, 0, 56)},
-    "elastic_cache": {"refresh": (41, 0, 159), "step": (95, 6, 150)},
+    "elastic_cache": {"refresh": (41, 0, 159), "step": (95, 0, 150)},
     "polestar": {"refresh": (92, 4, 54), "step": (11, 0, 65), "update": (33, 2, 65)},
 }
 

@@ -5,6 +5,9 @@ room is one, as many kernels as it may start there; scaled dot-product attention
 their own on CUDA, are one; a Triton kernel is one every time that its launcher starts it, which it does here, in
 Triton's interpreter; a tensor of the host that goes to the device is one. What is computed on tensors of the host is
 none, and neither are copies between tiers, which no thread that computes waits for.
+
+A read is one if the host waits for all that the device was asked for. What is `OnTheWay` while the device is asked for
+more is none.
 """
 
 import sys
@@ -14,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.core.ops import Op
 from tiered.core.spans import Recorder, TimedRange, active, recording
+from tiered.kernels.host_values import OnTheWay
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, in_records, random_model
@@ -160,6 +165,7 @@ def counting() -> Iterator[Counting]:
     found = Counting()
     cuda = _OnCuda(found)
     start: Any = GridExecutor.__call__
+    asked = WeakKeyDictionary[OnTheWay, int]()
 
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
         found.launched(self.fn.__name__)
@@ -178,12 +184,25 @@ def counting() -> Iterator[Counting]:
         return call
 
     changed: dict[str, Callable[[Any], Any]] = dict.fromkeys(ASKING, asking)
+
+    def set_out(self: OnTheWay, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        found.launched("device to host")
+        asked[self] = found.launches.total()
+
+    def arrived(self: OnTheWay) -> Any:
+        if asked[self] == found.launches.total():
+            found.read("tolist")
+        with cuda.silence():
+            return self._values.tolist()
+
     # A module that is imported on the way keeps what it finds: afterwards that is to choose as ever.
     changed["for_device"] = lambda original: (
         lambda reference, device: original(reference, CUDA if active() is found else device)
     )
     with ExitStack() as stack:
         stack.enter_context(patch.object(GridExecutor, "__call__", started))
+        stack.enter_context(patch.multiple(OnTheWay, __init__=set_out, tolist=arrived))
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "tiered"]:
             for name, change in changed.items():
                 if callable(original := vars(module).get(name)):

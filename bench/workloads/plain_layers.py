@@ -67,15 +67,15 @@ def model_of(family: str, layers: int = 3) -> DiffusionModel:
     return in_records(model)
 
 
-def forward_of(model: Any, kv: RowCode | None = None) -> Forward:
+def forward_of(model: Any, kv: RowCode | None = None, columns: int = COLUMNS) -> Forward:
     """A forward with keys and values of all columns in every layer, in a code; nothing is in there yet."""
     shape = model.shape
     kept: dict[Feature, int] = {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
     dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-    sizes = CallShape(shape=shape, batch=1, context=COLUMNS, block_length=COLUMNS, dtype=dtype, kv=kv)
+    sizes = CallShape(shape=shape, batch=1, context=columns, block_length=columns, dtype=dtype, kv=kv)
     store = FeatureStore(sizes, kept, torch.device("cpu"))
-    limits = CanvasLimits(shape, COLUMNS, block_length=BLOCK if shape.block_causal else 0)
-    return Forward(model, store, torch.arange(COLUMNS)[None], limits)
+    limits = CanvasLimits(shape, columns, block_length=BLOCK if shape.block_causal else 0)
+    return Forward(model, store, torch.arange(columns)[None], limits)
 
 
 def pass_of(rows: Rows) -> Pass:

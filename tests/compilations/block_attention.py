@@ -1,10 +1,10 @@
-"""Specialisations of `kernels/block_attention.py`."""
+"""Specialisations of `kernels/attention_programs.py`."""
 
 from specialisation import Compilation
 
 from tiered.kernels.attention_parts import CODES, Form
+from tiered.kernels.attention_programs import attend_split, merge_splits
 from tiered.kernels.attention_splits import elements, merged_tile, tile_of, turning_elements
-from tiered.kernels.block_attention import _block_attention, _merge_splits
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
 
@@ -28,7 +28,7 @@ def _compilation(
     of_stores = "key_batch key_head key_column value_batch value_head value_column"
     of_limits = "mask_batch mask_column start_batch start_row stop_batch stop_row table_batch table_column"
     return Compilation(
-        kernel=_block_attention,
+        kernel=attend_split,
         types={
             "queries sink_keys sink_values key_weight": f"*{dtype}",
             "keys values": "*u8" if code else f"*{dtype}",
@@ -94,7 +94,7 @@ COMPILATIONS = (
     ),
     *(
         Compilation(
-            kernel=_merge_splits,
+            kernel=merge_splits,
             types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
             constexprs={"HEAD_DIM": head_dim, "TILE": merged_tile(head_dim)},
         )

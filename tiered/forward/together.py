@@ -71,51 +71,85 @@ def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
     `Forward.logits` bit for bit. Memory stays within the bookings of all calls and `shared_bytes`."""
     if len(asked) == 1:
         return [forward.answer(pass_) for forward, pass_ in asked]
-    model = asked[0][0].model
-    for forward, pass_ in asked:
-        forward.begin(pass_)
-        forward.rows_computed = pass_.rows.count
-    together = _Together(asked, [pass_.rows for _, pass_ in asked], by_table=True)
-    hidden = model.embed(torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None])
-    last, branch = model.shape.layers - 1, None
-    for layer in range(last + 1):
-        asked[0][0].enter(layer)
-        with span(Op.LAYER, layer):
-            normed = model.attention_norm(layer, hidden, branch)
-            branch = None
-            found = None if layer == last else model.queries_keys_values(layer, normed, together.rotary)
-            asked_for, keys, values = found or (None, *model.keys_values(layer, normed, together.rotary))
-            together.store(layer, keys, values)
-            del found, keys, values
-            if layer == last:
-                normed, hidden = together.chosen(normed), together.chosen(hidden)
-                watched = any(forward.watched for forward, _ in asked)
-                if watched or not together.are_outputs:
-                    together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked], by_table=not watched)
-            if asked_for is None:
-                asked_for = model.queries(layer, normed, together.rotary)
-            del normed
-            if not asked_for.numel():  # the last layer of passes without logits is for their keys and values
-                break
-            mixed = together.attended(model, layer, asked_for)
-            del asked_for
-            normed = model.mlp_norm(layer, hidden, model.attention_out(layer, mixed))
-            del mixed
-            branch = model.feed_forward(layer, hidden, together.note_picks, normed)
-            del normed
-            if layer == last:
-                add_branch(hidden, slice(None), branch)
-    return together.apart(head(model, hidden))
+    batch = Batch(asked)
+    return batch.apart(batch.logits())
 
 
-class _Together:
+class Batch:
+    """Passes of several calls that go through the layers as one.
+
+    With tables of addresses, `logits` reads of the calls only `inputs`. So its operations are those of any other batch
+    with as many rows of each call whose stores have as many columns, rounded up (`bucket` of attention_splits.py). A
+    recorded batch, such as a CUDA graph, serves all of these: it takes their inputs in place of its own.
+    """
+
+    def __init__(self, asked: Sequence[Asked]) -> None:
+        for forward, pass_ in asked:
+            forward.begin(pass_)
+            forward.rows_computed = pass_.rows.count
+        self._asked, self._model = asked, asked[0][0].model
+        self._slices = [pass_.output for _, pass_ in asked]
+        outputs = [pass_.rows[pass_.output] for _, pass_ in asked]
+        self._rows = self._outputs = _BatchRows(asked, [pass_.rows for _, pass_ in asked], by_table=True)
+        self._drops = any(few.count < pass_.rows.count for few, (_, pass_) in zip(outputs, asked, strict=True))
+        if (watched := any(forward.watched for forward, _ in asked)) or self._drops:
+            self._outputs = _BatchRows(asked, outputs, by_table=not watched)
+        self._ids = torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What differs between batches, on the device."""
+        return [self._ids, *self._rows.inputs, *(self._outputs.inputs if self._drops else [])]
+
+    def logits(self) -> Float[Tensor, "1 all vocab"]:
+        """float32 logits of all output rows."""
+        model, rows, branch = self._model, self._rows, None
+        hidden, last = model.embed(self._ids), model.shape.layers - 1
+        for layer in range(last + 1):
+            self._asked[0][0].enter(layer)
+            with span(Op.LAYER, layer):
+                normed = model.attention_norm(layer, hidden, branch)
+                branch = None
+                found = None if layer == last else model.queries_keys_values(layer, normed, rows.rotary)
+                queries, keys, values = found or (None, *model.keys_values(layer, normed, rows.rotary))
+                rows.store(layer, keys, values)
+                del found, keys, values
+                if layer == last:
+                    normed, hidden, rows = self._chosen(normed), self._chosen(hidden), self._outputs
+                if queries is None:
+                    queries = model.queries(layer, normed, rows.rotary)
+                del normed
+                if not queries.numel():  # the last layer of passes without logits is for their keys and values
+                    break
+                mixed = rows.attended(model, layer, queries)
+                del queries
+                normed = model.mlp_norm(layer, hidden, model.attention_out(layer, mixed))
+                del mixed
+                branch = model.feed_forward(layer, hidden, rows.note_picks, normed)
+                del normed
+                if layer == last:
+                    add_branch(hidden, slice(None), branch)
+        return head(model, hidden)
+
+    def apart(self, logits: Float[Tensor, "1 all vocab"]) -> list[Float[Tensor, "batch rows vocab"]]:
+        """Views of each call's logits."""
+        return self._outputs.apart(logits)
+
+    def _chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
+        """The rows whose logits are computed."""
+        if not self._drops:
+            return hidden
+        parts = zip(self._rows.apart(hidden), self._slices, strict=True)
+        return torch.cat([part[:, output].flatten(0, 1) for part, output in parts])[None]
+
+
+class _BatchRows:
     """Rows of several calls, concatenated into one sequence."""
 
     def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows], *, by_table: bool) -> None:
         """`by_table`: one launch may store all rows, and one compute their attention."""
-        self.rows = rows
         self._table = store_table(asked, rows) if by_table else None
-        self._asked, self._batches = asked, [len(pass_.ids) for _, pass_ in asked]
+        self._asked, self._each, self._batches = asked, rows, [len(pass_.ids) for _, pass_ in asked]
         self._counts = [batch * each.count for batch, each in zip(self._batches, rows, strict=True)]
         rotaries = [forward.rotary[0] for forward, _ in asked]
         angles = [
@@ -124,6 +158,11 @@ class _Together:
         ]
         cos, sin, *scale = (torch.cat(parts)[None, None] for parts in zip(*angles, strict=True))
         self.rotary = Rotary(cos, sin, query_scale=scale[0] if scale else None)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Angles, and addresses if there is a table."""
+        return _parts(self.rotary) + ([] if self._table is None else [self._table.sequences, self._table.rows])
 
     def store(
         self,
@@ -136,7 +175,9 @@ class _Together:
             with span(Op.WRITE):
                 for_device(store_rows, keys.device)(table.coded(keys), table.coded(values), table, layer)
             return
-        for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
+        for (forward, _), rows, *own in zip(
+            self._asked, self._each, self._heads(keys), self._heads(values), strict=True
+        ):
             forward.store_keys_values(layer, rows, *own)
 
     def attended(
@@ -146,7 +187,7 @@ class _Together:
         if self._table is not None:
             with span(Op.ATTENTION):
                 return model.attend_apart(layer, queries, self._table)
-        calls = zip(self._asked, self.rows, self.heads(queries), strict=True)
+        calls = zip(self._asked, self._each, self._heads(queries), strict=True)
         mixed = [forward.attended(layer, rows, own).flatten(0, 1) for (forward, _), rows, own in calls if rows.count]
         return torch.cat(mixed)[None]
 
@@ -155,34 +196,21 @@ class _Together:
         for (forward, _), own in zip(self._asked, experts.split(self._counts), strict=True):
             forward.note_picks(layer, own, picked_experts(own))
 
-    def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
+    def apart(self, rows: Float[Tensor, "1 all width"]) -> list[Float[Tensor, "batch rows width"]]:
+        """Views of each call's rows."""
+        return [
+            part.unflatten(0, (batch, each.count))
+            for part, batch, each in zip(rows[0].split(self._counts), self._batches, self._each, strict=True)
+        ]
+
+    def _heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
         """Views of each call's heads."""
         return [
             part.unflatten(1, (batch, rows.count)).transpose(0, 1)
-            for part, batch, rows in zip(projected[0].split(self._counts, dim=1), self._batches, self.rows, strict=True)
+            for part, batch, rows in zip(
+                projected[0].split(self._counts, dim=1), self._batches, self._each, strict=True
+            )
         ]
-
-    def apart(self, logits: Float[Tensor, "1 all vocab"]) -> list[Float[Tensor, "batch rows vocab"]]:
-        """Views of each call's logits."""
-        return [
-            part.unflatten(0, (batch, rows.count))
-            for part, batch, rows in zip(logits[0].split(self._counts), self._batches, self.rows, strict=True)
-        ]
-
-    @property
-    def are_outputs(self) -> bool:
-        """Whether the logits of all rows are computed."""
-        calls = zip(self.rows, self._asked, strict=True)
-        return all(rows[pass_.output].count == rows.count for rows, (_, pass_) in calls)
-
-    def chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
-        """The rows whose logits are computed."""
-        if self.are_outputs:
-            return hidden
-        outputs = [pass_.output for _, pass_ in self._asked]
-        parts = zip(hidden[0].split(self._counts), outputs, self._batches, strict=True)
-        chosen = [part.unflatten(0, (batch, -1))[:, output].flatten(0, 1) for part, output, batch in parts]
-        return torch.cat(chosen)[None]
 
 
 def store_table(asked: Sequence[Asked], rows: Sequence[Rows]) -> StoreTable | None:

@@ -28,8 +28,10 @@ class ElasticCache(Policy):
     last step committed, and the tracked tokens. In each layer, these are the tokens that the window attended to most in
     the last step. If their attention weights have changed, all rows are recomputed from the next layer up.
 
-    The host reads this decision once in each layer, because it sets the number of rows of the next layer. If the
-    decision stayed on the device, every layer of a step would compute all rows.
+    The host reads this decision once in each layer, because it sets the number of rows of the next layer. It is on its
+    way while the device computes the layer's attention and MLP, so the device does not wait for the host. If the
+    decision stayed on the device, every layer of a step would compute all rows. If it were read behind the last layer,
+    a step whose attention moves in a lower layer would launch nearly twice as much.
 
     Attributes:
         window: number of first masked positions, which a step recomputes and may commit.

@@ -7,6 +7,7 @@ stored hidden states.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -21,6 +22,7 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
+from tiered.kernels.host_values import OnTheWay
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
 from tiered.policies.elastic_cache.window_bytes import window_chunk
 
@@ -57,28 +59,25 @@ class ElasticStep:
         if queries is None and normed is not None:
             queries = forward.queries(layer, rows, normed)
         del normed
-        asked = LayerQueries(forward, layer, pass_, widening.place, queries)
-        moved, others = self._watch(asked, past)
-        del asked, past
+        watched = self._watch(LayerQueries(forward, layer, pass_, widening.place, queries), past)
+        del past
         forward.attend(layer, rows, hidden, queries=queries, waits=True)
         del queries
         forward.mlp(layer, hidden)
         self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
-        return pass_ if moved is None else widening.widened(forward, layer + 1, pass_, moved, others)
+        return pass_ if watched is None else self._decided(watched, pass_)
 
     @spanned(Op.WATCH)
     def _watch(
         self, asked: "LayerQueries", past: Float[Tensor, "batch heads tracked length"] | None
-    ) -> tuple[Bool[Tensor, " batch"] | None, int]:
+    ) -> "Watched | None":
         """Compare the attention of the layer's tracked tokens, and mark sequences whose attention has moved as full.
-        Then track the tokens that the window attends to most. Reads from the device once, unless `past` is None.
+        Then track the tokens that the window attends to most.
 
         Args:
             asked: queries in the layer, after its keys were written.
-            past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
-
-        Returns:
-            Sequences that widen from the next layer on, None for no sequence; and the most rows that join one of them.
+            past: attention of the tracked tokens in the last step; None if all sequences recompute every row. Then
+                nothing is compared.
         """
         forward, layer = asked.forward, asked.layer
         tracked, step, widening = self._tracked, self._step, self._widening
@@ -101,17 +100,47 @@ class ElasticStep:
             sink_keys=forward.model.sink_keys(layer),
         )
         most, chosen = mass.masked_fill_(self._masked, -1.0).topk(columns.shape[1], dim=1)
-        held, others = most >= 0, 0
-        found = asked.at(chosen)
-        if moved is not None:
-            absent = held & (widening.place.gather(1, chosen) < 0) & step.active[:, None]
-            widening.widen(moved)
-            read = torch.stack([moved.any(), absent.any(), widening.narrow.any(), widening.others()]).tolist()
-            moved, others, widening.settled = moved if read[0] else None, read[3], not read[2]
-            if read[1]:
-                found = found.where(~absent[:, None, :, None], asked.stored(chosen))
-        tracked.put(layer, chosen.where(held, NONE), found, step.active)
-        return moved, others
+        held, found = most >= 0, asked.at(chosen)
+        tracked.put(layer, chosen.where(held, NONE), found, step.active[:, None])
+        if moved is None:
+            return None
+        absent = held & (widening.place.gather(1, chosen) < 0) & step.active[:, None]
+        widening.widen(moved)
+        read = torch.stack([moved.any(), absent.any(), widening.narrow.any(), widening.others()])
+        return Watched(replace(asked, of_rows=None), moved, chosen, absent, OnTheWay(read))
+
+    @spanned(Op.WATCH)
+    def _decided(self, watched: "Watched", pass_: Pass) -> Pass:
+        """`pass_` behind the layer, widened if attention has moved in a sequence. Reads from the device once."""
+        any_moved, any_absent, any_narrow, others = watched.read.tolist()
+        asked, widening = watched.asked, self._widening
+        widening.settled = not any_narrow
+        if any_absent:
+            queries, chosen = asked.stored(watched.chosen), self._tracked.columns(asked.layer)
+            self._tracked.put(asked.layer, chosen, queries, watched.absent)
+        if not any_moved:
+            return pass_
+        return widening.widened(asked.forward, asked.layer + 1, pass_, watched.moved, others)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a layer's watch has found.
+
+    Attributes:
+        asked: queries in the layer; only stored ones.
+        moved: sequences that widen from the next layer on.
+        chosen: columns of the tokens that are tracked.
+        absent: those that have no row, so their queries are the stored ones.
+        read: whether any sequence moved, any token is absent, and any sequence is narrow still; and the most rows that
+            join a sequence. It goes to the host while attention and MLP are computed.
+    """
+
+    asked: "LayerQueries"
+    moved: Bool[Tensor, " batch"]
+    chosen: Int[Tensor, "batch tracked"]
+    absent: Bool[Tensor, "batch tracked"]
+    read: OnTheWay
 
 
 class Storing:
@@ -119,17 +148,24 @@ class Storing:
 
     A streamed store fetches every chunk between the first and the last column of a write. A step's rows are a window
     and a few tracked tokens far from it, so a single write would fetch nearly the whole layer.
-
-    `pieces`: parts of the step's rows, each with its range of columns; an empty range if the store must find it.
     """
 
     def __init__(self, step: WindowRows, rows: Rows, length: int, *, apart: bool) -> None:
         """`rows`: rows at the step's beginning. `apart`: write every tracked token by itself, which needs one device
         read."""
         self._step, self._length = step, length
-        self.pieces = [(slice(0, step.count), range(0))]
-        if apart and not step.all_due:
-            self.pieces = _pieces(step, rows)
+        self._ends = OnTheWay(_ends(rows[slice(step.count)])) if apart and not step.all_due else None
+
+    @cached_property
+    def pieces(self) -> list[tuple[slice, range]]:
+        """Parts of the step's rows, each with its range of columns; an empty range if the store must find it."""
+        step = self._step
+        if self._ends is None:
+            return [(slice(0, step.count), range(0))]
+        ends = self._ends.tolist()
+        groups = [slice(0, step.near), *(slice(row, row + 1) for row in range(step.near, step.count))]
+        groups = [group for group in groups if group.start < group.stop]
+        return [(group, range(min(ends[0][group]), max(ends[1][group]) + 1)) for group in groups]
 
     @spanned(Op.WRITE)
     def write(self, forward: Forward, layer: int, pass_: Pass, widening: Widening, *, complete: bool) -> None:
@@ -151,14 +187,10 @@ class Storing:
             forward.store.write(Feature.HIDDEN, layer, replace(behind[part], within=range(self._length)), values)
 
 
-def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, range]]:
-    index, valid = rows.index[:, : step.count], rows.flags[:, : step.count]
-    first = index.where(valid, torch.iinfo(index.dtype).max).amin(dim=0)
-    last = index.where(valid, -1).amax(dim=0)
-    ends = torch.stack([first, last]).tolist()
-    groups = [slice(0, step.near), *(slice(row, row + 1) for row in range(step.near, step.count))]
-    spans = [range(min(ends[0][group]), max(ends[1][group]) + 1) for group in groups if group.start < group.stop]
-    return list(zip((group for group in groups if group.start < group.stop), spans, strict=True))
+def _ends(rows: Rows) -> Int[Tensor, "2 rows"]:
+    """The first and the last column of each row, among the sequences in which it is valid."""
+    first = rows.index.where(rows.flags, torch.iinfo(rows.index.dtype).max).amin(dim=0)
+    return torch.stack([first, rows.index.where(rows.flags, -1).amax(dim=0)])
 
 
 @dataclass(frozen=True, slots=True)

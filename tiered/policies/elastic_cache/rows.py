@@ -65,13 +65,13 @@ class Tracked:
         layer: int,
         columns: Int[Tensor, "batch tracked"],
         queries: Float[Tensor, "batch heads tracked head_dim"],
-        here: Bool[Tensor, " batch"],
+        here: Bool[Tensor, " batch #tracked"],
     ) -> None:
-        """Track other tokens in `layer`, in the sequences that are True in `here`."""
+        """Track other tokens in `layer`, where `here` is True."""
         assert self._columns is not None and self._queries is not None, "a step begins with `begin`"
         for new, kept, mask in (
-            (columns, self._columns[layer], here[:, None]),
-            (queries, self._queries[layer], here[:, None, None, None]),
+            (columns, self._columns[layer], here),
+            (queries, self._queries[layer], here[:, None, :, None]),
         ):
             torch.where(mask, new, kept, out=kept)
 
