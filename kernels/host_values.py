@@ -20,9 +20,9 @@ def on_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Ten
     return host.to(device, non_blocking=True)
 
 
-class OnTheWay:
-    """Values of the device that go to the host. The device does what it is asked for meanwhile, and the host waits for
-    no more than what it was asked for before."""
+class AsyncRead:
+    """Values of the device, copied to the host. The copy begins at once, and the device goes on with what it is asked
+    for next: the host waits only for the work in front of the copy."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._copied = values, None
@@ -32,7 +32,7 @@ class OnTheWay:
             self._copied.record(torch.cuda.current_stream(values.device))
 
     def tolist(self) -> Any:
-        """Wait for the values."""
+        """The values; waits for them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.tolist()

@@ -138,7 +138,7 @@ class Replaying:
         key = (len(pass_.ids), pass_.rows.count, pass_.output.start, pass_.output.stop)
         if key not in self._recorded:
             buffers, recorded = StepBuffers(pass_), Recorded()
-            for stored in self._stored(forward):
+            for stored in self.stored(forward):
                 # A row with limits of its own weighs columns behind them with 0: they must be numbers.
                 stored.nan_to_num_()
             fixed = buffers.filled(pass_)
@@ -153,12 +153,12 @@ class Replaying:
             eager = self._original(forward, fixed)
         assert again.operations == recorded.operations
         assert again.given == recorded.given
-        stored = [each.clone() for each in self._stored(forward)]
-        self._scramble(forward, fixed.rows)
+        stored = [each.clone() for each in self.stored(forward)]
+        self.scramble(forward, fixed.rows)
         recorded.replay()
         self.replayed += 1
         assert torch.equal(logits, eager)
-        assert all(map(torch.equal, self._stored(forward), stored))
+        assert all(map(torch.equal, self.stored(forward), stored))
         if self._exact:
             assert torch.equal(logits, expected)
         else:
@@ -166,12 +166,12 @@ class Replaying:
         return expected
 
     @staticmethod
-    def _stored(forward: Forward) -> list[Tensor]:
+    def stored(forward: Forward) -> list[Tensor]:
         layers = range(forward.model.shape.layers)
         return [forward.store.view(feature, layer) for feature in (Feature.KEY, Feature.VALUE) for layer in layers]
 
     @staticmethod
-    def _scramble(forward: Forward, rows: Rows) -> None:
+    def scramble(forward: Forward, rows: Rows) -> None:
         """What the step writes is NaN before it is replayed."""
         for feature in (Feature.KEY, Feature.VALUE):
             for layer in range(forward.model.shape.layers):
@@ -250,10 +250,10 @@ def test_a_recorded_step_serves_other_calls(
             with again.kernels():
                 expected = other.logits()
             assert again.operations == recorded.operations
-            kept = [(forward, Replaying._stored(forward)) for forward, _ in calls]
+            kept = [(forward, Replaying.stored(forward)) for forward, _ in calls]
             written = [[each.clone() for each in stored] for _, stored in kept]
             for forward, pass_ in calls:
-                Replaying._scramble(forward, pass_.rows)
+                Replaying.scramble(forward, pass_.rows)
             for into, new in zip(first.inputs, other.inputs, strict=True):
                 into.copy_(new)
             recorded.replay()

@@ -6,8 +6,8 @@ their own on CUDA, are one; a Triton kernel is one every time that its launcher 
 Triton's interpreter; a tensor of the host that goes to the device is one. What is computed on tensors of the host is
 none, and neither are copies between tiers, which no thread that computes waits for.
 
-A read is one if the host waits for all that the device was asked for. What is `OnTheWay` while the device is asked for
-more is none.
+A read counts if the host waits for all that the device was asked for; an `AsyncRead` only if nothing was asked for
+since.
 """
 
 import sys
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.core.ops import Op
 from tiered.core.spans import Recorder, TimedRange, active, recording
-from tiered.kernels.host_values import OnTheWay
+from tiered.kernels.host_values import AsyncRead
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, in_records, random_model
@@ -165,7 +165,7 @@ def counting() -> Iterator[Counting]:
     found = Counting()
     cuda = _OnCuda(found)
     start: Any = GridExecutor.__call__
-    asked = WeakKeyDictionary[OnTheWay, int]()
+    asked = WeakKeyDictionary[AsyncRead, int]()
 
     def started(self: Any, *args: Any, **kwargs: Any) -> None:
         found.launched(self.fn.__name__)
@@ -185,12 +185,12 @@ def counting() -> Iterator[Counting]:
 
     changed: dict[str, Callable[[Any], Any]] = dict.fromkeys(ASKING, asking)
 
-    def set_out(self: OnTheWay, values: Tensor) -> None:
+    def begun(self: AsyncRead, values: Tensor) -> None:
         self._values, self._copied = values, None
         found.launched("device to host")
         asked[self] = found.launches.total()
 
-    def arrived(self: OnTheWay) -> Any:
+    def ended(self: AsyncRead) -> Any:
         if asked[self] == found.launches.total():
             found.read("tolist")
         with cuda.silence():
@@ -202,7 +202,7 @@ def counting() -> Iterator[Counting]:
     )
     with ExitStack() as stack:
         stack.enter_context(patch.object(GridExecutor, "__call__", started))
-        stack.enter_context(patch.multiple(OnTheWay, __init__=set_out, tolist=arrived))
+        stack.enter_context(patch.multiple(AsyncRead, __init__=begun, tolist=ended))
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "tiered"]:
             for name, change in changed.items():
                 if callable(original := vars(module).get(name)):

@@ -22,7 +22,7 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
-from tiered.kernels.host_values import OnTheWay
+from tiered.kernels.host_values import AsyncRead
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
 from tiered.policies.elastic_cache.window_bytes import window_chunk
 
@@ -107,7 +107,7 @@ class ElasticStep:
         absent = held & (widening.place.gather(1, chosen) < 0) & step.active[:, None]
         widening.widen(moved)
         read = torch.stack([moved.any(), absent.any(), widening.narrow.any(), widening.others()])
-        return Watched(replace(asked, of_rows=None), moved, chosen, absent, OnTheWay(read))
+        return Watched(replace(asked, of_rows=None), moved, chosen, absent, AsyncRead(read))
 
     @spanned(Op.WATCH)
     def _decided(self, watched: "Watched", pass_: Pass) -> Pass:
@@ -140,7 +140,7 @@ class Watched:
     moved: Bool[Tensor, " batch"]
     chosen: Int[Tensor, "batch tracked"]
     absent: Bool[Tensor, "batch tracked"]
-    read: OnTheWay
+    read: AsyncRead
 
 
 class Storing:
@@ -154,7 +154,7 @@ class Storing:
         """`rows`: rows at the step's beginning. `apart`: write every tracked token by itself, which needs one device
         read."""
         self._step, self._length = step, length
-        self._ends = OnTheWay(_ends(rows[slice(step.count)])) if apart and not step.all_due else None
+        self._ends = AsyncRead(_ends(rows[slice(step.count)])) if apart and not step.all_due else None
 
     @cached_property
     def pieces(self) -> list[tuple[slice, range]]:
