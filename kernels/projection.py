@@ -63,6 +63,12 @@ def adjoining(
     return first.as_strided((count, first.shape[1]), first.stride()) if end <= memory.data_ptr() + len(memory) else None
 
 
+def joined_bias(biases: Sequence[Float[Tensor, " _"]]) -> Float[Tensor, " all"] | None:
+    """A view of all `biases` if they lie in memory one behind the other, else None."""
+    whole = adjoining([bias[:, None] for bias in biases])
+    return whole[:, 0] if isinstance(whole, Tensor) else None
+
+
 def project_few(
     rows: Float[Tensor, "rows width"], weight: Float[Tensor, "out width"] | CodedRows
 ) -> Float[Tensor, "rows out"]:

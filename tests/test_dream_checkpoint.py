@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
+from tiered.kernels.projection import joined_bias
 from tiered.models.dream import Dream, read_dream_config
 from tiered.models.presets import read_preset
 
@@ -65,6 +66,15 @@ def test_every_bias_counts(write_checkpoint: Callable[..., Path], projection: st
         for weights in (WEIGHTS, without)
     )
     assert (whole - lacking).abs().max() > 1e-2
+
+
+def test_biases_of_a_layer_lie_one_behind_the_other(write_checkpoint: Callable[..., Path]):
+    """One addition takes those of queries, keys and values."""
+    for block in tiered.from_pretrained(write_checkpoint(CONFIG, WEIGHTS), dtype="float32").model.blocks:
+        biases = [block.q_proj.bias, block.k_proj.bias, block.v_proj.bias]
+        whole = joined_bias(biases)
+        assert whole is not None and torch.equal(whole, torch.cat(biases))
+        assert joined_bias(biases[::-1]) is None
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from tiered.offload.codec_bytes import Codec
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 # Every family: two products of the attention's output and the MLP's, one of queries, keys and values, two norms that
 # add a branch each, a rotation, two writes, attention. All but GIDD: a product of both branches of the MLP, and its
-# gate. Dream: three biases. GIDD: a product, ReLU and its square; six products and two branches are scaled. GIDD and
-# SDAR: two norms and a rotation more.
-LAUNCHES = {"llada": 11, "Dream": 14, "gidd": 23, "sdar": 14}
+# gate. Dream: the biases. GIDD: a product, ReLU and its square; four products and two branches are scaled; two norms of
+# all heads together, and a rotation more. SDAR norms heads as it rotates them.
+LAUNCHES = {"llada": 11, "Dream": 12, "gidd": 21, "sdar": 11}
 LIMITS = {"sdar": 6}  # more, for the limits of scattered rows
 OVER = {
     "span": ROWS,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tiered.core.rows import Rows
-from tiered.kernels import rotate_ref
+from tiered.kernels import rms_norm_ref, rotate_ref
+from tiered.kernels.rotate_ref import HeadNorms
 from tiered.models.rope import Rotary
 from tiered.models.rotation import Rotation
 
@@ -35,6 +36,11 @@ def rotated_by(implementation: str) -> Callable[..., Tensor]:
     from tiered.kernels import rotate
 
     return rotate.rotate
+
+
+def norms_of(heads: Tensor, count: int, offset: float | None) -> HeadNorms:
+    weights = torch.randn(2, heads.shape[3], generator=torch.Generator().manual_seed(2)).to(heads) + 1
+    return HeadNorms(weights[0], weights[1], count, 1e-5, offset)
 
 
 def device_of(implementation: str) -> str:
@@ -83,6 +89,43 @@ def test_the_kernel_has_the_references_bits(shape: str, dtype: torch.dtype):
     heads, rotary = inputs(shape, dtype, device_of("triton"))
     expected, found = (rotated_by(which)(heads, rotary.cos, rotary.sin, rotary.columns) for which in IMPLEMENTATIONS)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("offset", [None, 1.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_heads_are_normed_and_rotated_as_in_two_steps(
+    implementation: str, shape: str, dtype: torch.dtype, offset: float | None
+):
+    """Every count of heads that are queries; sums of squares may come in another order, which can change a rounding."""
+    heads, rotary = inputs(shape, dtype, device_of(implementation))
+    for count in range(heads.shape[1] + 1):
+        norms = norms_of(heads, count, offset)
+        normed = torch.cat(
+            [
+                rms_norm_ref.rms_norm(part.flatten(0, 1), weight, 1e-5, offset=offset).view(part.shape)
+                for part, weight in zip(heads.split([count, heads.shape[1] - count], 1), norms[:2], strict=True)
+            ],
+            dim=1,
+        )
+        found = rotated_by(implementation)(heads, rotary.cos, rotary.sin, rotary.columns, norms)
+        assert found.dtype == dtype and found.shape == heads.shape
+        tolerance = 2 * TOLERANCE[dtype]
+        torch.testing.assert_close(found.double(), true(normed, rotary), rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_norms_that_do_not_fit_are_refused(implementation: str):
+    heads, rotary = inputs("scattered", torch.float32, device_of(implementation))
+    norms = norms_of(heads, 1, None)
+    for wrong, told in (
+        (norms._replace(queries=norms.queries[1:]), r"weight \(7,\) of torch.float32 does not fit"),
+        (norms._replace(keys=norms.keys.half()), r"weight \(8,\) of torch.float16 does not fit"),
+        (norms._replace(count=3), "3 heads of queries are not among 2"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            rotated_by(implementation)(heads, rotary.cos, rotary.sin, rotary.columns, wrong)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

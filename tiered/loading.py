@@ -200,6 +200,8 @@ def load_weights(
                 # The checkpoint may have a coded head beside a raw embedding: the head is decoded then.
                 decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
                 incoming.place(own, weight.values() if decoded else weight, rows)
+        for block in model.blocks:
+            block.join_biases()
         weights.note()
         failing.pop_all()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]

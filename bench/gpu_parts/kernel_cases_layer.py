@@ -12,6 +12,7 @@ from torch import Tensor
 from gpu_parts.kernel_case import KernelCase, normal, op, size
 from gpu_parts.kernel_cases_attention import TIMED_KEYS
 from tiered.kernels.gate_mul_ref import Activation
+from tiered.kernels.rotate_ref import HeadNorms
 
 _EPS = 1e-5
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -74,12 +75,13 @@ class RmsNorm(KernelCase):
 
 class Rotated(NamedTuple):
     """`heads` as a projection leaves them; the tables are of all columns, of which `columns`, [batch, rows], are meant;
-    None: all."""
+    None: all. `norms`: of the heads, if they are normed."""
 
     heads: Tensor
     cos: Tensor
     sin: Tensor
     columns: Tensor | None
+    norms: HeadNorms | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,32 @@ class Rotate(KernelCase):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormRotate(Rotate):
+    """Heads of which the first `queries` have another norm than the others, the keys."""
+
+    roundings = 3
+    queries: int
+    offset: float | None = None
+
+    def tiny(self) -> Self:
+        return replace(super().tiny(), queries=1)
+
+    def draw(self, generator: torch.Generator) -> Rotated:
+        weights = normal(generator, 2, self.head_dim, dtype=self.dtype)
+        norms = HeadNorms(weights[0], weights[1], self.queries, _EPS, self.offset)
+        return super().draw(generator)._replace(norms=norms)
+
+    def truth(self, given: Rotated) -> Sequence[Tensor]:
+        assert given.norms is not None, "they were drawn"
+        sizes = self.queries, self.heads - self.queries
+        each = [weight.double().expand(count, 1, -1) for weight, count in zip(given.norms[:2], sizes, strict=True)]
+        scale = torch.cat(each) + (self.offset or 0.0)
+        heads = given.heads.double()
+        normed = heads / (heads.square().mean(-1, keepdim=True) + _EPS).sqrt() * scale
+        return super().truth(given._replace(heads=normed))
+
+
+@dataclass(frozen=True, kw_only=True)
 class GateMul(KernelCase):
     """Given: two branches of an MLP, the halves of one product."""
 
@@ -159,6 +187,8 @@ CHECKED: tuple[KernelCase, ...] = (
     Rotate(heads=32),
     Rotate(heads=28, tables=2),
     Rotate(heads=4, rows=5003, scattered=False, dtype=torch.float32),
+    NormRotate(heads=40, queries=32, scattered=False),
+    NormRotate(heads=20, queries=16, dtype=torch.float32, offset=1.0),
     GateMul(width=12288),
     GateMul(width=1023, dtype=torch.float32),
     GateMul(width=2112, activation="gelu"),
@@ -166,5 +196,6 @@ CHECKED: tuple[KernelCase, ...] = (
 TIMED: tuple[KernelCase, ...] = (
     RmsNorm(width=4096, batch=1, rows=32, length=32, branched=True),
     Rotate(heads=32, batch=1, rows=32, length=TIMED_KEYS),
+    NormRotate(heads=40, queries=32, batch=1, rows=32, length=TIMED_KEYS),
     GateMul(width=12288, rows=32),
 )

@@ -51,6 +51,7 @@ def in_records(model: AnyModel) -> AnyModel:
         record = torch.empty(records.layer.nbytes, dtype=torch.uint8)
         records.write(layer, record)
         records.assign(layer, record)
+        model.blocks[layer].join_biases()
     return model
 
 

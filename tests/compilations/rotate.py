@@ -9,19 +9,25 @@ COMPILATIONS = tuple(
     Compilation(
         kernel=_rotate,
         types={
-            "heads rotated": f"*{dtype}",
+            "heads rotated" + " queries_weight keys_weight" * normed: f"*{dtype}",
             "cos sin": "*fp32",
             "columns": "*i64" if scattered else "*fp32",
-            f"{_STRIDES} rows length": "i32",
+            f"{_STRIDES} rows length first_heads": "i32",
+            "eps": "fp32",
         },
-        constexprs={"HALF": half, "SCATTERED": scattered, "TILE": tile_of(half)},
+        constexprs={"HALF": half, "SCATTERED": scattered, "OFFSET": offset, "TILE": tile_of(half)}
+        | ({} if normed else {"queries_weight": None, "keys_weight": None}),
         fp_fusion=False,
     )
-    for dtype, half, scattered in [
-        ("bf16", 64, True),
-        ("bf16", 64, False),
-        ("fp16", 64, True),
-        ("fp32", 64, True),
-        ("fp32", 12, True),
+    for dtype, half, scattered, normed, offset in [
+        ("bf16", 64, True, True, None),
+        ("bf16", 64, True, False, None),
+        ("bf16", 64, False, False, None),
+        ("fp16", 64, True, False, None),
+        ("fp32", 64, True, False, None),
+        ("fp32", 12, True, False, None),
+        ("bf16", 64, False, True, None),
+        ("bf16", 32, False, True, 1.0),
+        ("fp32", 64, True, True, None),
     ]
 )

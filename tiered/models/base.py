@@ -16,8 +16,9 @@ from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.gate_mul_ref import Activation, gate_mul
 from tiered.kernels.keys_of_values import Keys, KeysOfValues
-from tiered.kernels.projection import project, project_joined
+from tiered.kernels.projection import joined_bias, project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
+from tiered.kernels.rotate_ref import HeadNorms
 from tiered.kernels.store_table import StoreTable
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_apart, attend_part
 from tiered.models.layout import ModelConfig
@@ -71,6 +72,15 @@ class Block(nn.Module):
                 setattr(self, module, nn.Linear(size[1], size[0], bias=f"{module}.bias" in sizes))
             elif kind == "weight":
                 setattr(self, module, norm(size[0]))
+
+    def join_biases(self) -> None:
+        """Put the biases of queries, keys and values one behind the other, so that one addition takes them all."""
+        projections: list[Any] = [getattr(self, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+        biases = [projection.bias for projection in projections if getattr(projection, "bias", None) is not None]
+        if len(biases) == len(projections):
+            parts = torch.cat(biases).split([len(bias) for bias in biases])
+            for projection, part in zip(projections, parts, strict=True):
+                projection.bias = nn.Parameter(part, requires_grad=False)
 
 
 class DiffusionModel(nn.Module):
@@ -185,11 +195,14 @@ class DiffusionModel(nn.Module):
         if product is None:
             return None
         rotated, values = product.split([shape.heads_width + shape.kv_width, shape.kv_width], dim=-1)
-        if hasattr(block, "q_norm"):
+        norm, norms = getattr(block, "q_norm", None), None
+        if norm is not None and (len(norm.weight) > shape.head_dim or rotary.elements < shape.head_dim):
             queries, keys = rotated.split([shape.heads_width, shape.kv_width], dim=-1)
-            queries, keys = self._normed_heads(queries, block.q_norm), self._normed_heads(keys, block.k_norm)
+            queries, keys = self._normed_heads(queries, norm), self._normed_heads(keys, block.k_norm)
             return rotary.rotate_queries(queries), rotary.rotate(keys), self._heads(values)
-        queries, keys = rotary.rotate(self._heads(rotated)).split([shape.heads, shape.kv_heads], dim=1)
+        if norm is not None:
+            norms = HeadNorms(norm.weight, block.k_norm.weight, shape.heads, norm.eps, norm.offset)
+        queries, keys = rotary.rotate(self._heads(rotated), norms).split([shape.heads, shape.kv_heads], dim=1)
         return rotary.grown(queries), keys, self._heads(values)
 
     def keys_of_values(self, layer: int, values: KeyValue, rotary: Rotary) -> KeysOfValues:
@@ -245,17 +258,19 @@ class DiffusionModel(nn.Module):
     ) -> Projected | None:
         """The results of several projections side by side, by one product; None as `project_joined`."""
         product = project_joined(rows, [projection.weight for projection in projections])
-        if product is not None:
-            parts = product.split([projection.weight.shape[0] for projection in projections], dim=-1)
-            for part, projection in zip(parts, projections, strict=True):
-                self._finished(part, projection)
-        return product
+        return None if product is None else self._finished(product, *projections)
 
-    def _finished(self, product: Projected, projection: nn.Linear | Projection) -> Projected:
-        """A product with a projection's weight, scaled and with its bias."""
-        product = self._scaled(product, projection.weight)
+    def _finished(self, product: Projected, *projections: nn.Linear | Projection) -> Projected:
+        """Products with the weights of projections, side by side, plus their biases; all have one, or none."""
+        biases = [projection.bias for projection in projections if projection.bias is not None]
+        if not biases:
+            return product
         # In place: the product is as large as the result, and has no other reference.
-        return product if projection.bias is None else product.add_(projection.bias)
+        if (whole := biases[0] if len(biases) == 1 else joined_bias(biases)) is not None:
+            return product.add_(whole)
+        for part, bias in zip(product.split([len(bias) for bias in biases], dim=-1), biases, strict=True):
+            part.add_(bias)
+        return product
 
     def _projection(self, layer: int, name: str) -> nn.Linear | Projection:
         """The projection to queries, keys or values (`name`)."""
@@ -275,10 +290,6 @@ class DiffusionModel(nn.Module):
             gated = multiply(product[..., :half], product[..., half:], self._activation)
         del product
         return self._project(gated, out)
-
-    def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
-        """A product with `weight`, scaled in place as the family requires."""
-        return projected
 
     def _softened(self, layer: int) -> dict[str, Any]:
         """Arguments of `attend` for a soft cap and sink tokens."""

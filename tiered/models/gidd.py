@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiered.core.checks import FLOAT32_MOST
-from tiered.kernels.coded_rows import CodedRows
 from tiered.models.attention import Joined
-from tiered.models.base import DiffusionModel, Hidden, Projected, RMSNorm, RouterProbe
+from tiered.models.base import DiffusionModel, Hidden, Projected, Projection, RMSNorm, RouterProbe
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -129,8 +128,14 @@ class Gidd(DiffusionModel):
         # In place: a step holds no larger tensor.
         return super().logits(hidden, tokens).mul_(self.config.head_scale)
 
-    def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
+    def _finished(self, product: Projected, *projections: nn.Linear | Projection) -> Projected:
         scale = self.config.weight_scale
-        if not isinstance(scale, float):
-            scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5
-        return projected if scale == 1.0 else projected.mul_(scale)
+        if scale == "fan_out":
+            widths = [projection.weight.shape[0] for projection in projections]
+            for part, width in zip(product.split(widths, dim=-1), widths, strict=True):
+                part.mul_(width**-0.5)
+        elif isinstance(scale, str):
+            product.mul_(projections[0].weight.shape[1] ** -0.5)
+        elif scale != 1.0:
+            product.mul_(scale)
+        return super()._finished(product, *projections)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tiered.core.rows import Rows
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import Heads
-from tiered.kernels.rotate_ref import rotate
+from tiered.kernels.rotate_ref import HeadNorms, rotate
 from tiered.models.rotation import Rotation
 
 
@@ -52,13 +52,19 @@ class Rotary:
         grown = None if self.query_scale is None else self.query_scale[which]
         return Rotary(self.cos[which], self.sin[which], query_scale=grown)
 
-    def rotate(self, heads: Heads) -> Heads:
-        """Rotated queries or keys, in their own dtype; one row for each of our columns."""
-        rotated = 2 * self.cos.shape[-1]
-        if rotated < heads.shape[-1]:
-            return torch.cat([self.rotate(heads[..., :rotated]), heads[..., rotated:]], dim=-1)
+    @property
+    def elements(self) -> int:
+        """Elements of a head that are rotated, the first ones."""
+        return 2 * self.cos.shape[-1]
+
+    def rotate(self, heads: Heads, norms: HeadNorms | None = None) -> Heads:
+        """Rotated queries or keys, in their own dtype; one row for each of our columns. Heads of which all elements are
+        rotated may be normed before, in the same launch."""
+        if self.elements < heads.shape[-1]:
+            assert norms is None, "norms take whole heads"
+            return torch.cat([self.rotate(heads[..., : self.elements]), heads[..., self.elements :]], dim=-1)
         # float32 for every dtype of the model: at 32k positions bfloat16 angles are off by whole radians.
-        return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)
+        return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns, norms)
 
     def rotate_queries(self, heads: Heads) -> Heads:
         """`rotate` for queries, times `query_scale`."""
