@@ -49,7 +49,7 @@ def splits(tiles: int, length: int) -> int:
 
 
 def bucket(columns: int) -> tuple[int, int]:
-    """The bucket of `columns`: it holds column counts above the first number, up to the second. Those of a bucket are
+    """The bucket of `columns`: it holds column counts above the first number, up to the second. All of a bucket are
     split alike, so one recorded launch serves all. There are four buckets to a doubling, none below `LEAST_COLUMNS`."""
     step = max(LEAST_COLUMNS, power_of_2(columns) // 8)
     most = -(-columns // step) * step

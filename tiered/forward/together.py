@@ -98,7 +98,7 @@ class Batch:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What differs between batches, on the device."""
+        """Tensors on the device that differ between batches."""
         return [self._ids, *self._rows.inputs, *(self._outputs.inputs if self._drops else [])]
 
     def logits(self) -> Float[Tensor, "1 all vocab"]:

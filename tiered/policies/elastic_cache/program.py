@@ -125,13 +125,13 @@ class ElasticStep:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a layer's watch has found.
+    """The result of a layer's watch.
 
     Attributes:
         asked: queries in the layer; only stored ones.
         moved: sequences that widen from the next layer on.
         chosen: columns of the tokens that are tracked.
-        absent: those that have no row, so their queries are the stored ones.
+        absent: tokens among them without a row in the step; their queries are the stored ones.
         read: whether any sequence moved, any token is absent, and any sequence is narrow still; and the most rows that
             join a sequence. It goes to the host while attention and MLP are computed.
     """
