@@ -147,7 +147,9 @@ def parsed(path: Path) -> ast.Module:
 def is_op(tree: ast.Module) -> bool:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     decorated = [any("triton.jit" in ast.unparse(mark) for mark in function.decorator_list) for function in functions]
-    return any(name.split(".")[0] == "triton" for name in imported(tree)) and not all(decorated)
+    names = set(imported(tree))
+    launches = "tiered.kernels.launch.launch" in names or any(name.split(".")[0] == "triton" for name in names)
+    return launches and not all(decorated)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -155,7 +157,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def compile_ahead(paths: list[Path], cache: Path, *, architecture: int = 90, every: bool = False) -> dict:
@@ -193,6 +195,8 @@ def test_the_modules_are_found():
         ("def f():\n    import triton", True),
         ("import triton\n@triton.jit\ndef a_part(): ...", False),
         ("import torch, tritonic\ndef f(): ...", False),
+        ("from tiered.kernels.launch import launch\ndef f(): launch()", True),
+        ("from tiered.kernels.launch import PROGRAMS\ndef f(): ...", False),
     ],
 )
 def test_an_op_is_told_from_its_parts(source: str, expected: bool):

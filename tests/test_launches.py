@@ -105,7 +105,7 @@ def test_a_layer_of_a_plain_step(family: str, rows: Rows):
 
 # Calls of functions in a plain layer at most, the same on every machine; and its Python time over that of as many bare
 # launchers, twice what the fastest machine had, because others had up to 1.7 times that. These numbers only fall.
-CALLS = {"llada": 656, "Dream": 662, "gidd": 723, "sdar": 775}
+CALLS = {"llada": 623, "Dream": 661, "gidd": 713, "sdar": 650}
 OVER_BARE = {"llada": 7.8, "Dream": 6.3, "gidd": 4.6, "sdar": 7.4}
 
 

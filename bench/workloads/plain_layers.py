@@ -86,9 +86,9 @@ def pass_of(rows: Rows) -> Pass:
 def launches(family: str, rows: Rows = ROWS) -> tuple[Counter[int | None], int]:
     """Launches of a plain step of a model in bfloat16, by layer, None for those outside of layers; and the host's reads
     inside layers."""
-    model = model_of(family).to(torch.bfloat16)
+    forward = forward_of(in_records(model_of(family).to(torch.bfloat16)))
     with torch.no_grad(), counting() as found, found.span(Op.FORWARD):
-        forward_of(in_records(model)).logits(pass_of(rows))
+        forward.logits(pass_of(rows))
     layers = Counter[int | None]()
     for (_, layer, *_), number in found.launches.items():
         layers[layer] += number

@@ -262,7 +262,7 @@ class DiffusionModel(nn.Module):
 
     def _finished(self, product: Projected, *projections: nn.Linear | Projection) -> Projected:
         """Products with the weights of projections, side by side, plus their biases; all have one, or none."""
-        biases = [projection.bias for projection in projections if projection.bias is not None]
+        biases = [bias for projection in projections if (bias := projection.bias) is not None]
         if not biases:
             return product
         # In place: the product is as large as the result, and has no other reference.
