@@ -76,7 +76,7 @@ def check_rotation(
             f"angles {tuple(cos.shape)} and {tuple(sin.shape)}{of_rows} do not fit heads {tuple(heads.shape)}"
         )
     if norms is not None:
-        check_norm(heads.flatten(0, 1), norms.queries, None)
-        check_norm(heads.flatten(0, 1), norms.keys, None)
+        for weight in (norms.queries, norms.keys):
+            check_norm(heads[:, 0], weight, None)
         if not 0 <= norms.count <= heads.shape[1]:
             raise ValueError(f"{norms.count} heads of queries are not among {heads.shape[1]}")
