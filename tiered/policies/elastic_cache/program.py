@@ -64,8 +64,10 @@ class ElasticStep:
         forward.attend(layer, rows, hidden, queries=queries, waits=True)
         del queries
         forward.mlp(layer, hidden)
+        # In front of the write: a streamed store has few slots, and this may read inputs of the layer itself.
+        moved, others = (None, 0) if watched is None else self._decided(watched)
         self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
-        return pass_ if watched is None else self._decided(watched, pass_)
+        return pass_ if moved is None else widening.widened(forward, layer + 1, pass_, moved, others)
 
     @spanned(Op.WATCH)
     def _watch(
@@ -110,17 +112,16 @@ class ElasticStep:
         return Watched(replace(asked, of_rows=None), moved, chosen, absent, AsyncRead(read))
 
     @spanned(Op.WATCH)
-    def _decided(self, watched: "Watched", pass_: Pass) -> Pass:
-        """`pass_` behind the layer, widened if attention has moved in a sequence. Reads from the device once."""
+    def _decided(self, watched: "Watched") -> tuple[Bool[Tensor, " batch"] | None, int]:
+        """Sequences that widen from the next layer on, None for no sequence; and the most rows that join one of them.
+        Reads from the device once."""
         any_moved, any_absent, any_narrow, others = watched.read.tolist()
         asked, widening = watched.asked, self._widening
         widening.settled = not any_narrow
         if any_absent:
             queries, chosen = asked.stored(watched.chosen), self._tracked.columns(asked.layer)
             self._tracked.put(asked.layer, chosen, queries, watched.absent)
-        if not any_moved:
-            return pass_
-        return widening.widened(asked.forward, asked.layer + 1, pass_, watched.moved, others)
+        return watched.moved if any_moved else None, others
 
 
 @dataclass(frozen=True, slots=True)
