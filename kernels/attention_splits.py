@@ -1,5 +1,6 @@
 """Books: how `block_attention` on CUDA splits its work into programs, by sizes alone. Integers only."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from tiered.kernels.launch import PROGRAMS, RowTile, power_of_2
@@ -48,6 +49,32 @@ def splits(tiles: int, length: int) -> int:
     return max(1, min(PROGRAMS // tiles, length // LEAST_COLUMNS))
 
 
+@lru_cache(maxsize=1024)
+def shared_splits(
+    calls: tuple[tuple[int, int, int], ...],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    element_bytes: int,
+    code: RowCode | None,
+) -> int:
+    """Number of splits of each row of several calls together: as many as the longest call needs, but no more than all
+    have booked partial results for (`partial_rows`). By the lower ends of their buckets.
+
+    Args:
+        calls: the sequences of each, the rows of one, and the columns that these attend to."""
+    sequences, rows = sum(count for count, *_ in calls), max(rows for _, rows, _ in calls)
+    folded, longest = heads // kv_heads * rows, max(columns for *_, columns in calls)
+    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)
+    wanted = splits(-(-folded // tile.rows) * sequences * kv_heads, bucket(longest)[0])
+    booked = sum(
+        partial_rows(count, heads, kv_heads, own, bucket(columns)[0], head_dim, element_bytes=element_bytes)
+        for count, own, columns in calls
+    )
+    return max(1, min(wanted, booked // (heads * sum(count * own for count, own, _ in calls))))
+
+
 def bucket(columns: int) -> tuple[int, int]:
     """The bucket of `columns`: it holds column counts above the first number, up to the second. All of a bucket are
     split alike, so one recorded launch serves all. There are four buckets to a doubling, none below `LEAST_COLUMNS`."""
@@ -59,12 +86,19 @@ def bucket(columns: int) -> tuple[int, int]:
 def partial_bytes(
     sequences: int, heads: int, kv_heads: int, rows: int, length: int, head_dim: int, *, element_bytes: int
 ) -> int:
-    """Most bytes of partial results for the merge, with up to `rows` rows of each of up to `sequences` sequences. Each
-    row and split has a float32 row, its peak and its mass."""
+    """Most bytes of partial results for the merge, with up to `rows` rows of each of up to `sequences` sequences: of
+    each a float32 row, its peak and its mass."""
+    sizes = sequences, heads, kv_heads, rows, length, head_dim
+    return _FLOAT32 * (head_dim + 2) * partial_rows(*sizes, element_bytes=element_bytes)
+
+
+def partial_rows(
+    sequences: int, heads: int, kv_heads: int, rows: int, length: int, head_dim: int, *, element_bytes: int
+) -> int:
+    """Most partial results, one of each split, row and head."""
     most = length // LEAST_COLUMNS
     tile = tile_of(heads // kv_heads * rows, head_dim=head_dim, element_bytes=element_bytes, code=None)
-    held = min(most * sequences * heads * rows, PROGRAMS * tile.rows) if most > 1 else 0
-    return _FLOAT32 * (head_dim + 2) * held
+    return min(most * sequences * heads * rows, PROGRAMS * tile.rows) if most > 1 else 0
 
 
 def elements_block(head_dim: int) -> int:

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from tiered.kernels.attention_parts import CODES, Form
 from tiered.kernels.attention_programs import attend_split, merge_splits
-from tiered.kernels.attention_splits import bucket, elements, merged_tile, splits, tile_of, turning_elements
+from tiered.kernels.attention_splits import (
+    bucket,
+    elements,
+    merged_tile,
+    shared_splits,
+    splits,
+    tile_of,
+    turning_elements,
+)
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.keys_of_values import Keys, KeysOfValues
@@ -71,9 +79,9 @@ def attention_apart(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
 ) -> Heads:
-    """As in block_attention_ref.py, in one launch, or two if columns are split. Calls of one bucket launch alike."""
+    """As in block_attention_ref.py, in one launch, or two if columns are split. Calls of equal buckets launch alike."""
     keys, code, rows = table.calls[0].keys, table.code, table.rows
-    below, most = bucket(table.most_columns)
+    of_heads = queries.shape[1], keys.shape[2], table.head_dim
     *_, column, element = keys.stride()
     column = column * keys.element_size() // WORD if code else column
     stored = _Stored(
@@ -84,8 +92,8 @@ def attention_apart(
         sequences=table.sequences.shape[1],
         most_rows=table.most_rows,
         kv_heads=keys.shape[2],
-        length=most,
-        split_by=below,
+        length=bucket(table.most_columns)[1],
+        splits=shared_splits(table.sizes, *of_heads, element_bytes=queries.element_size(), code=code),
         table=table.sequences[layer],
     )
     limits = _Limits(None, rows[None, :, 2] if table.starts else None, rows[None, :, 3])
@@ -100,7 +108,7 @@ class _Stored(NamedTuple):
         sequences: with stored rows.
         most_rows: most rows of a sequence that attend to them.
         length: columns; at least as many as any row attends to.
-        split_by: columns that set the number of splits; None for `length`.
+        splits: number of splits of the columns; None to choose it by `length`.
         made: how keys are made of values; None if they are stored.
         table: addresses of each sequence in the layer, as in `StoreTable`. Memory and strides of batch and head then
             have no meaning. None for one memory of all sequences.
@@ -114,7 +122,7 @@ class _Stored(NamedTuple):
     most_rows: int
     kv_heads: int
     length: int
-    split_by: int | None = None
+    splits: int | None = None
     made: KeysOfValues | None = None
     table: Int64[Tensor, "sequences fields"] | None = None
 
@@ -145,7 +153,7 @@ def _attended(
     folded, element_bytes = group * stored.most_rows, queries.element_size()
     tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code, made=made is not None)
     tiles = -(-folded // tile.rows)
-    count = splits(tiles * stored.sequences * kv_heads, length if stored.split_by is None else stored.split_by)
+    count = stored.splits or splits(tiles * stored.sequences * kv_heads, length)
     parts, sums = mixed[None], whole
     if count > 1:
         parts = torch.empty(count, *mixed.shape, dtype=torch.float32, device=queries.device)

@@ -27,9 +27,10 @@ class AsyncRead:
     def __init__(self, values: Tensor) -> None:
         self._values, self._copied = values, None
         if values.is_cuda:
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(values.device))
+            with torch.cuda.device(values.device):  # as in `on_device`
+                self._values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def tolist(self) -> Any:
         """The values; waits for them."""

@@ -86,9 +86,16 @@ class StoreTable:
         return max(len(call.columns) for call in self.calls)
 
     @cached_property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """The sequences of each call, the rows of one, and the column behind the last that any row attends to."""
+        return tuple(
+            (call.keys.shape[1], len(call.columns), max(stop for _, stop in call.reads)) for call in self.calls
+        )
+
+    @cached_property
     def most_columns(self) -> int:
         """The column behind the last that any row attends to."""
-        return max(stop for call in self.calls for _, stop in call.reads)
+        return max(columns for *_, columns in self.sizes)
 
     @cached_property
     def starts(self) -> bool:

@@ -2,12 +2,14 @@
 blocks count from each prompt's first token."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from block_models import SDAR, batch, prompt
+from block_models import NEMOTRON, SDAR, batch, prompt
 from torch import Tensor
 from training.tasks import sample, score
 from workloads.staleness import StalenessInspector
@@ -21,12 +23,15 @@ from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.observe.watch.watcher import Watcher
-from tiered.policies.base import Step, StepKind
+from tiered.policies.base import PolicyState, Step, StepKind
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens"
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +87,69 @@ def test_the_exact_cache_gives_the_logits_of_the_uncached_model(
     assert len(found) == plain.num_forwards
     for of_cache, expected in zip(found, steps.logits, strict=True):
         torch.testing.assert_close(of_cache, expected, atol=1e-5, rtol=1e-5)
+
+
+class Apart(PolicyState):
+    """Writes a finished block in a forward of its own, in front of the next block's steps."""
+
+    def __init__(self, plain: PolicyState) -> None:
+        self._plain = plain
+
+    def before_block(self, step: Step) -> Iterator[Pass]:
+        yield from self._plain.before_block(step)
+        if step.block:
+            yield step.written(2 * step.start - step.stop, step.start, StepKind.COMMIT)
+
+    def rows(self, step: Step) -> Pass:
+        return self._plain.rows(replace(step, block=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenApart(BlockCausal):
+    def start(self) -> PolicyState:
+        return Apart(BlockCausal.start(self))
+
+
+# With blocks of as many rows as go in `ONE_ORDER`, also two blocks of two sequences.
+MODELS: dict[str, tuple[str | dict[str, Any], int]] = {
+    "SDAR": (SDAR, 4),
+    "Nemotron-Labs": (NEMOTRON, 4),
+    "LLaDA2": ("llada2/llada2_tiny", 16),
+    "DiffusionGemma": ("diffusion_gemma/dgemma_tiny", 16),
+}
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@pytest.mark.parametrize("kv", [None, RowCode.FP8, RowCode.NVFP4], ids=["raw", "fp8", "nvfp4"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_finished_block_is_written_with_a_step_bit_for_bit(
+    random_model: Callable[[Mapping[str, Any]], DiffusionModel],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kv: RowCode | None,
+    left: bool,
+):
+    (given, block), outputs, output = MODELS[family], list[Tensor](), Forward.output
+
+    def noted(forward: Forward, pass_: Pass) -> Tensor:
+        outputs.append(output(forward, pass_))
+        return outputs[-1]
+
+    monkeypatch.setattr(Forward, "output", noted)
+    model = tiered.from_pretrained(GOLDENS / given).model if isinstance(given, str) else random_model(given)
+    runtime = Runtime(model, policy=BlockCausal(), kv=kv)
+    ids, mask = batch((29, 40), left=left)
+    call: dict[str, Any] = {"attention_mask": mask, "stop_at_eos": False, "seed": 0}
+    call |= {"max_new_tokens": 3 * block, "block_length": block, "block_steps": 2}
+    together = runtime.generate(ids, **call)
+    found = [each for each in outputs if each.shape[1]]
+    outputs.clear()
+    apart = runtime.with_policy(WrittenApart()).generate(ids, **call)
+    expected = [each for each in outputs if each.shape[1]]
+    assert torch.equal(together.sequences, apart.sequences)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    commits = together.steps_by_kind["commit"]
+    assert commits == apart.steps_by_kind["commit"] == apart.num_forwards - together.num_forwards >= 2
 
 
 def test_a_prompt_is_written_in_chunks(runtime: Runtime):
@@ -240,7 +308,7 @@ def test_a_streamer_gets_every_token_once(runtime: Runtime, lengths: tuple[int, 
     prompt, *pieces, _ = listener.pieces
     assert torch.equal(prompt, ids)
     assert torch.equal(torch.cat(pieces, dim=1), out.sequences[:, ids.shape[1] :])
-    assert len(listener.drafts) == out.steps_by_kind["step"]
+    assert len(listener.drafts) == out.num_forwards - out.steps_by_kind["prefill"]
     if len(lengths) == 1:  # two tokens of the first block are the prompt's
         assert [draft.shape[1] for draft in listener.drafts] == [2] * 2 + [4] * 8
 

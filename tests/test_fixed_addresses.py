@@ -227,7 +227,7 @@ def test_a_recorded_step_serves_other_calls(
 ):
     """The stores of other calls lie elsewhere and have other sizes; a table says where, which is written in place."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(block_attention, "splits", lambda tiles, length: splits)
+    monkeypatch.setattr(block_attention, "shared_splits", lambda *_, **__: splits)
     model = in_records(random_model({"model_type": family, **CONFIGS[family]}))
     generator = torch.Generator().manual_seed(0)
 

@@ -518,7 +518,7 @@ SMALL = {"device": "rtx4090", "memory": "6GiB", "weights": "int4"}
         (
             "nemotron-8b",
             {"device": "rtx4090", "memory": "16GiB", "context": 131072, "policy": "block_causal"},
-            "warning: 0.59 tokens a second by this estimate, 1 a forward: a call of these sizes is too slow to be",
+            "warning: 0.6 tokens a second by this estimate, 1 a forward: a call of these sizes is too slow to be",
         ),
     ],
 )

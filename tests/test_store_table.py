@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations
 from torch import Tensor
 from workloads.launches import counting
 from workloads.models import in_records
@@ -18,6 +19,7 @@ from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.forward.together import logits_together, store_table
 from tiered.kernels import block_attention_ref, store_rows_ref
+from tiered.kernels.attention_splits import partial_bytes, shared_splits
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.kernels.store_table import OwnRows, StoreTable
@@ -98,7 +100,7 @@ def test_attention_of_all_calls_is_that_of_each(
     calls: str, code: RowCode | None, splits: int, softened: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     module = kernel(block_attention_ref)
-    monkeypatch.setattr(module, "splits", lambda tiles, length: splits)
+    monkeypatch.setattr(module, "shared_splits", lambda *_, **__: splits)
     table = table_of(CALLS[calls], code, torch.float32)
     generator = torch.Generator().manual_seed(1)
     queries = torch.randn(1, len(table.rows), HEADS, HEAD_DIM, generator=generator).to(DEVICE).transpose(1, 2)
@@ -110,6 +112,20 @@ def test_attention_of_all_calls_is_that_of_each(
     found = module.attention_apart(queries, table, 2, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert found.transpose(1, 2).is_contiguous()
+
+
+def test_calls_split_no_more_than_they_booked():
+    """All rows have as many splits, but a call with a short prompt has booked no partial results."""
+    own: dict[str, Any] = {"element_bytes": 4}
+    short, long = Call(1, 40, range(8, 12), ((0, 12),) * 4), Call(1, 1100, range(1092, 1096), ((0, 1096),) * 4)
+    assert shared_splits(((1, 4, 1096),), HEADS, KV_HEADS, HEAD_DIM, code=None, **own) == 4
+    table, rows = table_of([short, long], None, torch.float32), 8
+    queries = torch.randn(1, HEADS, rows, HEAD_DIM, device=DEVICE)
+    with Allocations() as allocated:
+        kernel(block_attention_ref).attention_apart(queries, table, 0)
+    parts = allocated.peak - HEADS * rows * (HEAD_DIM + 2) * 4
+    booked = [partial_bytes(1, HEADS, KV_HEADS, 4, length, HEAD_DIM, **own) for length in (40, 1100)]
+    assert parts == 2 * HEADS * rows * (HEAD_DIM + 2) * 4 == sum(booked)
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -64,9 +64,9 @@ class CanvasLimits:
         self, rows: Rows, batch: int, window: int | None = None, kept: slice | None = None
     ) -> list[tuple[slice, slice, Limits]]:
         """Groups of `rows` in order: their slice, the columns that they read with this `window`, and limits among these
-        columns. A span is split into rows that read the same columns and rows with limits of their own. Scattered rows
-        have limits of their own, unless the host knows that they read all columns. `kept`: columns that have keys and
-        values; None for all."""
+        columns. A span is split into final rows and others, so that attention sums over a row as in a pass of either.
+        Scattered rows have limits of their own, unless the host knows that they read all columns. `kept`: columns that
+        have keys and values; None for all."""
         kept = slice(0, self.length) if kept is None else slice(kept.start, min(kept.stop, self.length))
         final, every = self.final, (slice(0, rows.count), kept)
         if isinstance(final, Tensor):
@@ -82,18 +82,23 @@ class CanvasLimits:
 
     def _groups(self, span: range, final: int, window: int | None, every: slice) -> list[tuple[slice, slice, bool]]:
         """For each group of rows: their slice, their columns, and whether some of them read fewer columns."""
-        cut = min(max(final - span.start, 0), len(span)) if self.shape.final_apart else 0
-        finals, others = slice(0, cut), slice(cut, len(span))
-        if self.positions is not None:
-            return [(slice(0, len(span)), every, True)]
-        if self.shape.block_causal:
-            first, end = span.start + cut, self._block_end(span.stop - 1)
-            since = _since(self._begin(first), window)
-            front = finals, slice(_since(span.start, window), first), True
-            behind = others, slice(since, end), self._block_end(first) < end
-        else:
-            front, behind = (finals, slice(0, final), False), (others, every, False)
-        return [group for group in (front, behind) if group[0].start < group[0].stop]
+        shape, apart = self.shape, final > span.start and self.shape.sight != "canvas"
+        cut = min(final - span.start, len(span)) if apart else 0
+        first, groups = span.start + cut, list[tuple[slice, slice, bool]]()
+        if cut:
+            columns, by_row = (slice(0, final), False) if self.positions is None else (every, True)
+            if shape.block_causal and not by_row:
+                since = span.start if shape.final_apart else self._begin(span.start)
+                columns = slice(_since(since, window), first)
+                by_row = shape.final_apart or self._block_end(span.start) < first
+            groups.append((slice(0, cut), columns, by_row))
+        if cut < len(span):
+            columns, by_row = every, self.positions is not None
+            if shape.block_causal and not by_row:
+                columns = slice(_since(self._begin(first), window), self._block_end(span.stop - 1))
+                by_row = self._block_end(first) < columns.stop
+            groups.append((slice(cut, len(span)), columns, by_row))
+        return groups
 
     def _limits(self, rows: Int[Tensor, "batch rows"] | None, columns: slice, window: int | None) -> Limits:
         """`rows`: columns of rows with limits of their own; None if all rows read all of `columns`."""

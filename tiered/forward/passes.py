@@ -23,7 +23,7 @@ class StepKind(StrEnum):
     UPDATE = "update"  # also rows that the policy chose to renew
     STEP = "step"  # only the rows that any step of the policy needs
     PREFILL = "prefill"  # a part of the prompts, written once
-    COMMIT = "commit"  # a finished block, written with its final tokens
+    COMMIT = "commit"  # also a finished block, to write its final tokens
 
 
 @dataclass(frozen=True, slots=True)

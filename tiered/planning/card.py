@@ -38,7 +38,7 @@ _KINDS: Mapping[StepKind, str] = {
     StepKind.UPDATE: "also rows that the policy renews",
     StepKind.STEP: "the block's rows",
     StepKind.PREFILL: "a part of the prompt",
-    StepKind.COMMIT: "a finished block",
+    StepKind.COMMIT: "also a finished block",
 }
 
 

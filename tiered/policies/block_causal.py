@@ -1,8 +1,9 @@
 """The exact cache of block-causal families, whose rows see their block and the columns before it.
 
 Keys and values of a finished block never change again. So the prompt's whole blocks are written once, and a step
-recomputes the open block alone. Before the next block, the finished one is written with its final tokens (SDAR, arXiv
-2510.06303). No feature is ever stale, so answers equal those of `none`.
+recomputes the open block alone. A finished block is written once more, with its final tokens (SDAR, arXiv 2510.06303).
+Its rows do not read the next block. So they go through the layers with the first step of that block, one forward fewer.
+No feature is ever stale, so answers equal those of `none`.
 """
 
 from collections.abc import Iterator
@@ -33,9 +34,9 @@ class BlockCausal(Policy):
         check_integer("prefill_rows", self.prefill_rows, least=1)
 
     def needs(self, sizes: CallShape) -> Needs:
-        front = sizes.context - (sizes.answer or 0)
-        chunk = self.chunk(sizes.sequences, sizes.block_length)
-        return Needs(most_rows=max(sizes.block_length, min(front, chunk)))
+        front, block = sizes.context - (sizes.answer or 0), sizes.block_length
+        two = min(2 * block, sizes.context - front // block * block)  # unless the answer is one block
+        return Needs(most_rows=max(block, two, min(front, self.chunk(sizes.sequences, block))))
 
     def chunk(self, sequences: int, block_length: int) -> int:
         """Rows of each sequence in a forward over the prompts."""
@@ -51,7 +52,6 @@ class _Blocks(PolicyState):
 
     def before_block(self, step: Step) -> Iterator[Pass]:
         if step.block:
-            yield step.written(2 * step.start - step.stop, step.start, StepKind.COMMIT)
             return
         sequences = step.canvas.batch * (2 if step.guidance else 1)
         chunk = self._policy.chunk(sequences, step.stop - step.start)
@@ -59,4 +59,6 @@ class _Blocks(PolicyState):
             yield step.written(first, min(first + chunk, step.start), StepKind.PREFILL)
 
     def rows(self, step: Step) -> Pass:
+        if step.block and not step.number:
+            return step.over(2 * step.start - step.stop, step.stop, StepKind.COMMIT)
         return step.over(step.start, step.stop, StepKind.STEP)
