@@ -83,21 +83,20 @@ class CanvasLimits:
     def _groups(self, span: range, final: int, window: int | None, every: slice) -> list[tuple[slice, slice, bool]]:
         """For each group of rows: their slice, their columns, and whether some of them read fewer columns."""
         shape, apart = self.shape, final > span.start and self.shape.sight != "canvas"
-        cut = min(final - span.start, len(span)) if apart else 0
-        first, groups = span.start + cut, list[tuple[slice, slice, bool]]()
-        if cut:
-            columns, by_row = (slice(0, final), False) if self.positions is None else (every, True)
-            if shape.block_causal and not by_row:
-                since = span.start if shape.final_apart else self._begin(span.start)
-                columns = slice(_since(since, window), first)
-                by_row = shape.final_apart or self._block_end(span.start) < first
-            groups.append((slice(0, cut), columns, by_row))
-        if cut < len(span):
-            columns, by_row = every, self.positions is not None
-            if shape.block_causal and not by_row:
-                columns = slice(_since(self._begin(first), window), self._block_end(span.stop - 1))
-                by_row = self._block_end(first) < columns.stop
-            groups.append((slice(cut, len(span)), columns, by_row))
+        cut, groups = min(final - span.start, len(span)) if apart else 0, list[tuple[slice, slice, bool]]()
+        for some, are_final in ((slice(0, cut), True), (slice(cut, len(span)), False)):
+            if not (own := span[some]):
+                continue
+            if self.positions is not None:
+                columns, by_row = every, True
+            elif not shape.block_causal:
+                columns, by_row = slice(0, final) if are_final else every, False
+            elif are_final and shape.final_apart:
+                columns, by_row = slice(_since(own.start, window), own.stop), True
+            else:
+                columns = slice(_since(self._begin(own.start), window), self._block_end(own.stop - 1))
+                by_row = self._block_end(own.start) < columns.stop
+            groups.append((some, columns, by_row))
         return groups
 
     def _limits(self, rows: Int[Tensor, "batch rows"] | None, columns: slice, window: int | None) -> Limits:
