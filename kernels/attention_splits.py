@@ -63,7 +63,8 @@ def shared_splits(
     have booked partial results for (`partial_rows`). By the lower ends of their buckets.
 
     Args:
-        calls: the sequences of each, the rows of one, and the columns that these attend to."""
+        calls: the sequences of each, the rows of one, and the columns that these attend to.
+    """
     sequences, rows = sum(count for count, *_ in calls), max(rows for _, rows, _ in calls)
     folded, longest = heads // kv_heads * rows, max(columns for *_, columns in calls)
     tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)

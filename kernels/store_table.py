@@ -83,7 +83,7 @@ class StoreTable:
     @cached_property
     def most_rows(self) -> int:
         """Rows of the sequence that has most."""
-        return max(len(call.columns) for call in self.calls)
+        return max(rows for _, rows, _ in self.sizes)
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, int, int], ...]:

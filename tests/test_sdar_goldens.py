@@ -8,7 +8,7 @@ import pytest
 import torch
 from replaying import Replayed, changes
 from safetensors.torch import load_file
-from workloads.blocks import rows_of
+from workloads.blocks import expected_rows
 from workloads.input_rows import hidden_states
 
 import tiered
@@ -69,7 +69,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
         expected[0, 1 + expected[0].tolist().index(*ends) :] = runtime.model.pad_token_id
     assert torch.equal(out.sequences.int(), expected)
     if policy == "block_causal":
-        assert out.rows_per_step == rows_of(recorded)
+        assert out.rows_per_step == expected_rows(recorded)
         assert out.steps_by_kind["step"] + out.steps_by_kind["commit"] == recorded["denoise_forwards"]
         assert out.steps_by_kind["prefill"] + out.steps_by_kind["commit"] == recorded["stores_kv"][:-1].count(True)
     if replayed is not None:

@@ -43,7 +43,7 @@ def recorded(family: str) -> Iterator[dict[str, Any]]:
         if "quirk" in told:
             continue  # what README.md there calls an accident
         history, rows = _history(runtime, case, told, sequences)
-        same = torch.equal(history, _changes(sequences[f"{case}.history"])) and rows == rows_of(told)
+        same = torch.equal(history, _changes(sequences[f"{case}.history"])) and rows == expected_rows(told)
         yield {"case": case, "forwards": len(rows), "identical": same}
 
 
@@ -123,9 +123,9 @@ def _history(
     return torch.stack(out.history).int(), out.rows_per_step
 
 
-def rows_of(told: Mapping[str, Any]) -> list[int]:
-    """Rows of each forward here, by those of the official one. There a finished block has a forward that stores its
-    keys and values. Here it goes with the next step, and the last one not at all: nobody reads it."""
+def expected_rows(told: Mapping[str, Any]) -> list[int]:
+    """Rows of each forward here, by those of the official loop. There a forward of its own stores keys and values of a
+    finished block. Here that block goes with the next step. The last block is not stored, since no step follows."""
     rows, finished = list[int](), 0
     for count, stores in zip(told["fwd_seq_lens"], told["stores_kv"], strict=True):
         if stores and rows:
