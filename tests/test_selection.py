@@ -12,6 +12,7 @@ from measuring.worker import RefusedError
 from studies import selection as study
 from torch import Tensor
 from training import tasks
+from workloads import selection_answers
 from workloads.oracles import KEPT, Oracle
 from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
 from workloads.selection_answers import ALONE, REFERENCES, check_arm, forced, forced_kl, measure, policy_of
@@ -207,8 +208,8 @@ def settings(arm: str, shares: list[int | None], **more: Any) -> dict[str, Any]:
     return of | {"selector": arm, "shares": shares} | more
 
 
-def rows_of(arm: str, shares: list[int | None]) -> list[dict[str, Any]]:
-    return list(measure(settings(arm, shares), paths={"embedded": "embedded"}))
+def rows_of(arm: str, shares: list[int | None], **more: Any) -> list[dict[str, Any]]:
+    return list(measure(settings(arm, shares, **more), paths={"embedded": "embedded"}))
 
 
 def test_a_run_counts_what_was_renewed():
@@ -223,6 +224,15 @@ def test_a_run_counts_what_was_renewed():
     assert [row["share"] for row in found["random"]] == [10, 50]
     assert all(len(row["right"]) == row["examples"] == 3 for rows in found.values() for row in rows)
     assert found["random"] == rows_of("random", [10, 50])
+
+
+def test_a_share_is_asked_until_its_interval_is_narrow():
+    asked = {"prompts": 3, "kl_prompts": 0, "seed": 6}
+    with patch.multiple(selection_answers, LOOK=2, NARROW=0.67):  # two alike are enough, one of two is not
+        rows = [*rows_of("none", [None], **asked), *rows_of("all", [None], **asked), *rows_of("random", [1], **asked)]
+        together = rows_of("random", [1, 100], **asked)
+    assert [row["right"] for row in rows] == ["11", "011", "00"]
+    assert [row["right"] for row in together] == ["00", "011"]
 
 
 def test_shares_are_of_what_the_oracle_gains_in_cells_that_all_have():

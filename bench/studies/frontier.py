@@ -102,14 +102,16 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
     """The rows of each cell that has one of `none`, each with "rows" (that an answer recomputed), "below" (the share of
     right answers from `none` to it, and the bounds of it) and "near". A setting that was asked more prompts than once
-    has its longest row, and two settings are compared on the prompts of both, which are the first ones."""
+    has its longest row, with the time of an answer of the fastest one: long runs go on beside other work. Two settings
+    are compared on the prompts of both, which are the first ones."""
     found: dict[tuple[Any, ...], dict[tuple[Any, ...], Row]] = {}
     for row in merged(rows, of=OF, timed=TIMED):
         if row["status"] == "ok":
             own = found.setdefault((row["model"], row["split"], task(row), row["rule"]), {})
             setting = row["policy"], *row["options"].items()
-            if setting not in own or own[setting]["examples"] < row["examples"]:
-                own[setting] = row
+            kept = own.setdefault(setting, row)
+            longest, fastest = max(row, kept, key=_examples), min(row, kept, key=_seconds)
+            own[setting] = longest | {"seconds": _seconds(fastest) * longest["examples"]}
     for own in found.values():
         if (none := own.get((NONE,))) is None:
             continue
@@ -120,6 +122,15 @@ def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
             row["below"] = drop(exact, right)
             row["near"] = sum(exact) - sum(right) <= NEAR * len(right)
     return {cell: [*own.values()] for cell, own in found.items() if (NONE,) in own}
+
+
+def _examples(row: Row) -> int:
+    return row["examples"]
+
+
+def _seconds(row: Row) -> float:
+    """Of an answer."""
+    return row["seconds"] / row["examples"]
 
 
 def best(rows: Sequence[Row], figure: str = "rows") -> Row:
@@ -143,7 +154,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
                     f"{share:.1f} ({low:.1f} to {high:.1f})",
                     "near" if row["near"] else "",
                     f"{row['rows']:.0f}",
-                    f"{row['seconds'] / row['examples']:.2f}",
+                    f"{_seconds(row):.2f}",
                     format_bytes(row["device_bytes"]),
                     format_bytes(row["host_bytes"]) if row["host_bytes"] else "0",
                 ]

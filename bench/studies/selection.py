@@ -20,10 +20,11 @@ blocks'. All arms update in the same steps, and all but Polestar renew the same 
                          each row), members as they are, and the M that has the share of the rows on average; `renewed`
                          is the share that it took, which is more where each layer adds M
 
-Fixed beforehand: prompts of the validation split, from --seed on, the same for all arms; --prompts of them for exact
-match, one token a step; the first --kl-prompts for the KL from `none`, at every step of `none`'s own canvases, over
-pending tokens. Nothing stops early, and no cell is left out. Tasks are named by --task; those whose sizes are prompt
-tokens are asked with each of --tokens, the others as they come.
+Fixed beforehand: prompts of the validation split, from --seed on, the same for all arms; up to --prompts of them for
+exact match, one token a step; the first --kl-prompts for the KL from `none`, at every step of `none`'s own canvases,
+over pending tokens. After every 25 prompts an arm's share stops if its interval is at most 14 points wide, which is
+that of 200 prompts if half of them are right; no look at other arms stops it. Tasks are named by --task; those whose
+sizes are prompt tokens are asked with each of --tokens, the others as they come.
 
 The last line of stdout has, over all cells (a task, its tokens and a share) that the arms have in common,
 
@@ -153,13 +154,15 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def frozen_loses(rows: Sequence[Row]) -> list[float] | None:
-    """Points of right answers from `none` to `frozen`, paired, with their interval; None without both."""
+    """Points of right answers from `none` to `frozen`, paired on the prompts of both, with their interval; None without
+    both."""
     found: dict[str, list[bool]] = {NONE: [], FROZEN: []}
     of = {(row["task"], row.get("size"), row["selector"]): row["right"] for row in rows}
     for name, size, _ in dict.fromkeys(key for key in of if key[2] == NONE):
         if (frozen := of.get((name, size, FROZEN))) is not None:
-            for arm, each in ((NONE, of[name, size, NONE]), (FROZEN, frozen)):
-                found[arm] += [one == "1" for one in each]
+            for pair in zip(of[name, size, NONE], frozen, strict=False):
+                for arm, one in zip((NONE, FROZEN), pair, strict=True):
+                    found[arm].append(one == "1")
     return [round(100 * share, 2) for share in drop(found[NONE], found[FROZEN])] if found[NONE] else None
 
 

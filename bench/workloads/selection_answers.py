@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
+from measuring.statistics import interval
 from measuring.table import Row
 from measuring.worker import refusing
 from torch import Tensor
@@ -36,6 +37,9 @@ REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
 RULES: Mapping[str, str] = {"polestar-": "polestar", "fresh-": "polestar-fresh"}
 ALONE = "oracle_output"  # an arm whose calls have one prompt
 PROMPTS_AT_ONCE = 8  # of equally many tokens
+# A share is asked no more once its interval of right answers is as narrow as that of 200 prompts at its widest, where
+# half of them are right. Looked at after so many prompts each.
+NARROW, LOOK = 0.14, 25
 ATTENDED = "attended"  # the policy: it updates in every step, and begins as many blocks with a refresh as the others
 
 
@@ -75,15 +79,18 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     """A row for each of `settings["shares"]` (per cent; None for an arm without one).
 
     Beside them `settings` has "model", "task", "size" (of its examples; None: as they come), "split", "prompts" (how
-    many), "kl_prompts" (of them, the first ones, whose logits are compared), "selector" (the arm), "interval", "seed",
-    and "call" (options of `generate`). "right": of each prompt 1 or 0, by which arms are paired; "renewed": the share
-    of the rows outside the block that an update renewed, on average over updates and layers; "kl": see `forced_kl`.
+    many at most), "kl_prompts" (of them, the first ones, whose logits are compared), "selector" (the arm), "interval",
+    "seed", and "call" (options of `generate`). "right": of each prompt 1 or 0, by which arms are paired; "renewed": the
+    share of the rows outside the block that an update renewed, on average over updates and layers; "kl": see
+    `forced_kl`.
     """
     with refusing():
         runtime = tiered.from_pretrained(paths[settings["model"]], policy=NONE, device=settings["device"])
         found = {share: Figures() for share in settings["shares"]}
-        for prompts in asked_together(runtime, settings):
-            add_answers(runtime, prompts, found, settings)
+        for first in range(0, settings["prompts"], LOOK):
+            wide = {share: figures for share, figures in found.items() if not figures.narrow()}
+            for prompts in asked_together(runtime, settings, first) if wide else ():
+                add_answers(runtime, prompts, wide, settings)
     for share, figures in found.items():
         yield {"share": share} | figures.row()
 
@@ -99,8 +106,9 @@ class Asked:
     chat: list[dict[str, str]]
 
 
-def asked_together(runtime: Runtime, settings: Mapping[str, Any]) -> Iterator[list[Asked]]:
-    """The prompts in order; those of a call have equally many tokens, and their logits are all compared or not."""
+def asked_together(runtime: Runtime, settings: Mapping[str, Any], first: int) -> Iterator[list[Asked]]:
+    """The prompts in order, from the `first` one to the next look; those of a call have equally many tokens, and their
+    logits are all compared or not."""
 
     def asked(number: int) -> Asked:
         seed, compared = settings["seed"] + number, number < settings["kl_prompts"] and settings["selector"] != NONE
@@ -110,7 +118,7 @@ def asked_together(runtime: Runtime, settings: Mapping[str, Any]) -> Iterator[li
         return Asked(seed, tokens, compared, example, chat)
 
     most = 1 if settings["selector"] == ALONE else PROMPTS_AT_ONCE
-    prompts = map(asked, range(settings["prompts"]))
+    prompts = map(asked, range(first, min(first + LOOK, settings["prompts"])))
     for _, equal in groupby(prompts, lambda each: (each.tokens, each.compared)):
         alike = list(equal)
         yield from (alike[part] for part in parts_of(len(alike), most))
@@ -161,6 +169,11 @@ class Figures:
         self.updates += [updates] * count
         if updates:
             self.renewed += [renewed_share(out, block, counted)] * count
+
+    def narrow(self) -> bool:
+        """Whether the share of right answers is known well enough."""
+        low, high = interval(sum(self.right), len(self.right)) if self.right else (0, 1)
+        return high - low <= NARROW
 
     def row(self) -> Row:
         """Columns of a row."""
