@@ -126,8 +126,11 @@ def test_what_is_near_is_compared_by_its_cheapest_setting():
     found = {"cells": 1, "cells_with_polestar_near": 1, "cells_with_attended_near": 0}
     assert {name: value for name, value in last.items() if value is not None} == ratios | found
     # A setting that was asked more often has its longest row, and is compared on the prompts of both.
-    less = [row | {"point": "less", "examples": 20, "correct": 20, "right": "1" * 20} for row in rows[:1]]
-    assert frontier.last_line([*less, *rows]) == last
+    fewer = {"point": "less", "examples": 20, "correct": 20, "right": "1" * 20}
+    less, faster = rows[0] | fewer, rows[4] | fewer | {"seconds": 20 * 0.75}
+    assert frontier.last_line([less, *rows]) == last
+    quick = last | {"polestar_over_next_time": 0.25}  # a time of an answer is that of the faster row
+    assert frontier.last_line([faster, *rows]) == frontier.last_line([*rows, faster]) == quick
     table = frontier.tables(rows)["frontier"]
     assert "`polestar` | update_threshold 0, top_m 4 | 89 (" in table and "| prompt_interval 2 | 89.5 (" in table
     without = [row for row in rows if row["policy"] != "dllm_cache"]

@@ -5,7 +5,8 @@ each policy as any gets: first that of its authors, then more and more updates. 
 has nothing to set, and `polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another
 call. In a cell a setting is *near* if it is at most a point less often right than `none`, on the same prompts.
 
-Settings are chosen on the validation split; --split test says once what they are worth. Nothing stops early.
+Settings are chosen on the validation split; --split test says once what they are worth. A setting is asked 32 prompts.
+If its interval then lies within, or reaches up to a point below `none`, it is asked --examples.
 
 The last line of stdout has, over the cells with near settings of `polestar` and of others but `none`, the medians
 
