@@ -221,7 +221,7 @@ def test_contexts_say_what_was_planned_and_what_is_held():
             points("contexts", **axes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_host_is_counted_and_timed():
     study, rows = study_named("host"), quick_rows("host")
     tables, last = study.tables(rows), study.last_line(rows)

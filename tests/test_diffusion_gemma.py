@@ -391,6 +391,7 @@ def test_a_config_that_cannot_be_read(changes: dict[str, Any], message: str):
         ({"t_min": -1.0}, "t_min = -1"),
         ({"stability_threshold": -1}, "stability_threshold"),
         ({"commit": "quota"}, "random noise"),
+        ({"correction_steps": 2}, "random tokens"),
         ({"policy": "fast_dllm_dual"}, "block_causal"),
         ({"cfg_scale": 1.0}, "no token for"),
     ],

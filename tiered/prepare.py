@@ -22,6 +22,10 @@ from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 
 
+# What a model was trained with, by its noise, where that forbids a rule.
+_TRAINED_WITH = {"mask": "masks alone", "random": "random tokens, anew in every step"}
+
+
 class PackedPrompts(NamedTuple):
     """Left-padded prompts as a canvas holds them.
 
@@ -121,8 +125,9 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
             f"allowed: {', '.join(fitting_rules('mask', rewriting=False))}"
         )
     if "uniform" in rule.noise and model.noise is None:
+        noise = _TRAINED_WITH[model.shape.noise]
         raise ValueError(
-            f"the commit rule {rule.name!r} is for GIDD's noise, but {name!r} is trained with masks alone; allowed: "
+            f"the commit rule {rule.name!r} is for GIDD's noise, but {name!r} is trained with {noise}; allowed: "
             f"{', '.join(fitting_rules('mask', rewriting=False))}"
         )
     check_policy(
@@ -145,7 +150,7 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
     if options.correction_steps and model.shape.noise != "uniform":
         raise ValueError(
             f"correction_steps = {options.correction_steps} rewrites tokens, which needs a model of uniform noise; "
-            f"{name!r} is trained with masks alone, and allows 0"
+            f"{name!r} is trained with {_TRAINED_WITH[model.shape.noise]}, and allows 0"
         )
 
 
