@@ -42,7 +42,7 @@ def frames_of() -> tuple[list[Frame], Painter]:
     frames: list[Frame] = []
     with tiered.from_pretrained("embedded", policy="polestar", memory=MEMORY, update_threshold=2) as runtime:
         assert runtime.tokenizer is not None
-        words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.eos_token_id)
+        words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.ends)
         watcher = Watcher(runtime.ledger, frames.append, lambda error=None: None, stop_at_eos=True)
         runtime.generate(PROMPT, streamer=watcher, inspector=watcher, **CALL)
     return frames, Painter("embedded · polestar", words)

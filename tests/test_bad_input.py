@@ -191,7 +191,13 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     ),
     "no mask token": (config(mask_token_id=...), ValueError, ["mask_token_id = None", "[0, 128)"]),
     "mask token outside": (config(mask_token_id=128), ValueError, ["mask_token_id = 128", "[0, 128)"]),
-    "end token of another kind": (config(eos_token_id=[0]), ValueError, ["eos_token_id = [0]", "[0, 128)"]),
+    "end token of another kind": (config(eos_token_id=[[0]]), ValueError, ["eos_token_id = [0]", "[0, 128)"]),
+    "end of a turn outside": (
+        written("generation_config.json", '{"eos_token_id": 128}'), ValueError, ["eos_token_id = 128", "[0, 128)"],
+    ),
+    "generation config of no JSON": (
+        written("generation_config.json", "{"), ValueError, ["generation_config.json is damaged", "no JSON"],
+    ),
     "theta as text": (config(rope_theta="1e4"), ValueError, ["rope_theta = '1e4'", "positive number"]),
     "more layers than any model": (config(n_layers=10**6), ValueError, ["n_layers = 1000000", "up to 1024"]),
     "a scaled rotation": (config(rope_scaling={"type": "yarn"}), ValueError, ["rope_scaling", "'yarn'"]),

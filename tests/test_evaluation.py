@@ -170,7 +170,7 @@ def test_special_tokens_stop_an_answer(tokenizer: Any, until: list[str], most: i
     ids = tokenizer("Ada Ben")["input_ids"] + tokenizer("<|user|>")["input_ids"] + tokenizer("Cleo")["input_ids"]
     ids += [tokenizer.eos_token_id, *tokenizer("Dan")["input_ids"]]
     assert len(ids) == 6
-    assert answer_text(tokenizer, ids[:most], tokenizer.eos_token_id, until) == expected
+    assert answer_text(tokenizer, ids[:most], [tokenizer.eos_token_id], until) == expected
 
 
 def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):

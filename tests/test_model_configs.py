@@ -1,14 +1,17 @@
 """What each family reads out of config.json: sizes, the table of weights, and what it refuses."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiered.models.families import FAMILIES, family_of
 from tiered.models.layout import KEYS, Layout, ModelConfig
+from tiered.models.locate import read_config
 from tiered.models.shape import ModelShape
 
 LLADA: Mapping[str, Any] = {
@@ -251,6 +254,28 @@ def test_a_width_is_no_window_while_windows_are_off(config: Mapping[str, Any]):
 def test_padding_is_an_end_where_it_has_no_token():
     assert read(SDAR).pad_token_id == read(SDAR).eos_token_id == 62
     assert read(SDAR, pad_token_id=61).pad_token_id == 61
+
+
+@pytest.mark.parametrize(
+    ("own", "of_turns", "ends"),
+    [
+        (62, None, [62]),
+        (62, {}, [62]),
+        (62, {"eos_token_id": 62}, [62]),
+        (62, {"eos_token_id": [60, 62, 61]}, [62, 60, 61]),
+        ([62, 61], {"eos_token_id": 60}, [62, 61, 60]),
+        (None, {"eos_token_id": [60, 61]}, [60, 61]),
+    ],
+)
+@pytest.mark.parametrize("config", [DREAM, SDAR])
+def test_ends_of_a_turn_stand_beside_the_config(
+    config: Mapping[str, Any], own: Any, of_turns: dict[str, Any] | None, ends: list[int], tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": own}))
+    if of_turns is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(of_turns))
+    found = read(read_config(tmp_path))
+    assert [found.eos_token_id, *found.more_ends] == ends
 
 
 def in_every_family(changes: dict[str, Any], message: str) -> list[tuple[Mapping[str, Any], dict[str, Any], str]]:

@@ -43,7 +43,7 @@ def frames(runtime: Runtime) -> list[Frame]:
 @pytest.fixture(scope="module")
 def painter(runtime: Runtime) -> Painter:
     assert runtime.tokenizer is not None
-    return Painter("model · policy", Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.eos_token_id))
+    return Painter("model · policy", Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.ends))
 
 
 def styled(text: Text, style: str) -> list[str]:
@@ -122,11 +122,11 @@ def test_no_token_moves_the_cursor(runtime: Runtime):
         def decode(self, tokens: list[int], **_: Any) -> str:
             return "".join(self.texts[token] for token in tokens)
 
-    words = Words(Tokenizer(), 0, 0)  # pyright: ignore[reportArgumentType]
+    words = Words(Tokenizer(), 0, [0])  # pyright: ignore[reportArgumentType]
     assert [words[token] for token in range(1, 7)] == ["x", "a⏎b", "a⏎b", "a b", "�[2J", "�1m"]
     assert runtime.tokenizer is not None
     ids = runtime.tokenizer.encode("sort: Nora Ben Ivan 0472")
-    ours = Words(runtime.tokenizer, 3, 0)
+    ours = Words(runtime.tokenizer, 3, [0])
     assert "".join(ours[token] for token in ids).strip() == runtime.tokenizer.decode(ids)
 
 

@@ -21,7 +21,6 @@ from tiered.planning.checks import beyond_training, check_block, check_policy, c
 from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 
-
 # What a model was trained with, by its noise, where that forbids a rule.
 _TRAINED_WITH = {"mask": "masks alone", "random": "random tokens, anew in every step"}
 

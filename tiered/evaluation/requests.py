@@ -1,6 +1,6 @@
 """The `gen_kwargs` of a request as options of `generate`, and the text of its answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -47,11 +47,13 @@ def request_options(
     return {**options, "max_new_tokens": -(-tokens // block) * block}, tokens, until
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], eos: int, until: Sequence[str]) -> str:
-    """The text of an answer's `ids` before its end-of-sequence token or its first stop string."""
+def answer_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Iterable[int], until: Sequence[str]
+) -> str:
+    """The text of an answer's `ids` before the first of the model's `ends` or stop strings."""
     # Decoding drops special tokens, so a stop string such as "<|eot_id|>" never appears in the text.
     special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = {eos, *(special[stop] for stop in until if stop in special)}
+    ends = {*ends, *(special[stop] for stop in until if stop in special)}
     kept = list(takewhile(lambda token: token not in ends, ids))
     text = str(tokenizer.decode(kept, skip_special_tokens=True))
     return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]

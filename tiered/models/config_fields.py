@@ -1,6 +1,7 @@
 """Books: readers of config.json for sizes, numbers, switches and ids of special tokens; errors name the key."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
@@ -139,25 +140,39 @@ def switch(config: Mapping[str, object], key: str, default: bool = False) -> boo
     return value
 
 
+def end_tokens(*configs: Mapping[str, object], default: object = None) -> list[object]:
+    """The tokens that `eos_token_id` of `configs` is, or a list of them, each once and in order; `default` where the
+    first config has none. [None] without any."""
+    found: list[object] = []
+    for config in configs:
+        given = value_of(config, "eos_token_id", default)
+        found += [each for each in (given if isinstance(given, list) else [given]) if each not in found]
+        default = None
+    return [each for each in found if each is not None] or [None]
+
+
 def special_tokens(
     config: Mapping[str, object],
     vocab_size: int,
     keys: Mapping[str, str],
     defaults: tuple[int | None, int | None, int | None],
-) -> dict[str, int]:
-    """`mask_token_id`, `eos_token_id` and `pad_token_id` by their `keys`, with `defaults` in this order. Raises
-    `ValueError` for a token outside the vocabulary, for an absent one without a default, and if the mask ends
-    answers."""
-    ids: dict[str, int] = {}
-    for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
-        key = keys[name]
-        value = value_of(config, key, default)
+) -> dict[str, Any]:
+    """`mask_token_id`, `eos_token_id` and `pad_token_id` by their `keys`, with `defaults` in this order, and as
+    `more_ends` the end tokens behind the first. Raises `ValueError` for a token outside the vocabulary, for an absent
+    one without a default, and if the mask ends answers."""
+
+    def token(key: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
             raise ValueError(f"config.json: {key} = {value!r}; a token id in [0, {vocab_size}) is allowed")
-        ids[name] = value
-    if ids["mask_token_id"] == ids["eos_token_id"]:
+        return value
+
+    masked, padded = keys["mask_token_id"], keys["pad_token_id"]
+    mask = token(masked, value_of(config, masked, defaults[0]))
+    end, *more_ends = (token("eos_token_id", each) for each in end_tokens(config, default=defaults[1]))
+    if mask in (end, *more_ends):
         raise ValueError(
-            f"config.json: {keys['mask_token_id']} = {ids['mask_token_id']} is the {keys['eos_token_id']} too; "
-            "two tokens are needed, since no answer ends with a mask"
+            f"config.json: {masked} = {mask} is the eos_token_id too; two tokens are needed, since no answer ends with "
+            "a mask"
         )
-    return ids
+    pad = token(padded, value_of(config, padded, defaults[2]))
+    return {"mask_token_id": mask, "eos_token_id": end, "pad_token_id": pad, "more_ends": tuple(more_ends)}

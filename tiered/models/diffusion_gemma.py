@@ -24,7 +24,7 @@ from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.row_code import chunks
 from tiered.models.attention import Joined
 from tiered.models.base import Hidden, KeyHeads, RMSNorm, RouterProbe
-from tiered.models.config_fields import FULL, SLIDING, count, number_in, positive, value_of
+from tiered.models.config_fields import FULL, SLIDING, end_tokens, number_in, positive, value_of
 from tiered.models.layout import IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
 from tiered.models.rope import Rotary, turning_pairs
@@ -118,8 +118,6 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
         raise ValueError(f"config.json: layer_types = {kinds!r}; one for each of {layers} layers is allowed")
     kinds = [*kinds[:-1], FULL]  # as transformers reads them
     rotations = _rotations(text)
-    given = value_of(text, "eos_token_id", 1)
-    end, *more_ends = given if isinstance(given, list) and given else [given]
     flat: dict[str, object] = {
         **text,
         "layer_types": kinds,
@@ -135,7 +133,7 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
         "tie_word_embeddings": value_of(text, "tie_word_embeddings", True),
         "quantization_config": config.get("quantization_config"),
         "pad_token_id": value_of(text, "pad_token_id", 0),
-        "eos_token_id": end,
+        "eos_token_id": end_tokens(text, config, default=1),
         # Noise is tokens, and no row is ever a mask.
         "mask_token_id": value_of(text, "pad_token_id", 0),
     }
@@ -158,7 +156,6 @@ def read_gemma_config(config: Mapping[str, object]) -> GemmaConfig:
         **fields,
         router=Router(score="softmax", picked=experts.picked, normalised=True).check(experts.count),
         global_rotation=rotations[FULL],
-        more_ends=tuple(count({"eos_token_id": each}, "eos_token_id") for each in more_ends),
         logit_cap=number_in(text, "final_logit_softcapping", 30.0),
     )
 

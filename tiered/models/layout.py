@@ -12,6 +12,7 @@ from typing import Any
 
 from tiered.models.config_fields import (
     checkpoint_dtype,
+    end_tokens,
     length_or_none,
     number_in,
     positive,
@@ -36,7 +37,6 @@ KEYS: Mapping[str, str] = {
     "max_context": "max_position_embeddings",
     "head_tied": "tie_word_embeddings",
     "mask_token_id": "mask_token_id",
-    "eos_token_id": "eos_token_id",
     "pad_token_id": "pad_token_id",
 }
 NAMES: Mapping[str, str] = {
@@ -210,7 +210,7 @@ class Layout:
         counts; `facts`: arguments of `read`."""
         windows, given = windows_of(config, used=windowed)
         # Without a padding token the end token is used: padded positions are never read.
-        end = value_of(config, "eos_token_id", self.tokens[1])
+        end = end_tokens(config, default=self.tokens[1])[0]
         given |= {"block_size": None, "pad_token_id": value_of(config, "pad_token_id", end)}
         return self.read(given, windows=windows, block_length=length_or_none(config, "block_size"), **facts)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.checks import unknown_name
+from tiered.models.config_fields import end_tokens
 from tiered.models.presets import PRESETS, preset_names, preset_of, read_preset
 
 # The models in the library, by their names. A wheel has only the weights of the first.
@@ -73,7 +74,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if directory is not None:
         if not (directory / "config.json").is_file():
             raise ValueError(f"{str(source)!r} has no config.json in {directory}")
-        return read_object(directory / "config.json")
+        return _with_ends(read_object(directory / "config.json"), directory / "generation_config.json")
     name = str(source)
     if preset_of(name) is not None:
         return read_preset(name)
@@ -82,6 +83,14 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(
         f"{unknown_name('model', name, [*EMBEDDED_MODELS, *preset_names()])}; or a directory with a config.json"
     )
+
+
+def _with_ends(config: dict[str, Any], generation: Path) -> dict[str, Any]:
+    """`config` with the end tokens of the file `generation` behind its own: there chat models have those of a turn."""
+    if not generation.is_file():
+        return config
+    ends = end_tokens(config, read_object(generation))
+    return config if ends == [None] else config | {"eos_token_id": ends}
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A snapshot of a call after one forward and its commit, in host arrays, and the texts of its tokens."""
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -65,8 +65,8 @@ class Frame:
 class Words(dict[int, str]):
     """The text of each token, with its leading space, and without characters that control a terminal."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int, eos_token_id: int) -> None:
-        super().__init__({eos_token_id: "∎", mask_token_id: "░"})
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int, ends: Iterable[int]) -> None:
+        super().__init__({**dict.fromkeys(ends, "∎"), mask_token_id: "░"})
         special = set(tokenizer.all_special_ids)
         self._tokenizer = tokenizer
         # Many tokenizers drop the leading space of a token alone, and keep it behind another token.

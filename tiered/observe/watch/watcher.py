@@ -168,7 +168,7 @@ class Watcher:
         mine = np.where(at == PROMPT, states, mine)
         self._written[rows] = written = written | changed | ~open_
         settled = ((written if self._frame.correcting else ~open_) & (at != PROMPT))[:, answer]
-        ends = settled & (tokens[:, answer] == model.eos_token_id)
+        ends = settled & np.isin(tokens[:, answer], model.ends)
         if self._stop_at_eos:
             ended = np.logical_or.accumulate(ends & ~np.logical_or.accumulate(open_[:, answer], axis=1), axis=1)
             mine[:, answer][:, 1:][ended[:, :-1]] = TokenState.END

@@ -34,7 +34,7 @@ def watching(
     """The inspector and streamer that show one call on stderr: live on a `terminal`, else as lines. `slow`: least
     seconds of a frame. `svg`: file for a picture; None for none."""
     assert runtime.tokenizer is not None, "text goes in"
-    words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.eos_token_id)
+    words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.ends)
     view: Any = PlainView(words, slow)
     painter, best = None, list[Frame]()
     if terminal or svg is not None:
