@@ -82,7 +82,7 @@ def test_biases_of_a_layer_lie_one_behind_the_other(write_checkpoint: Callable[.
     [
         ({"mask_token_id": ...}, r"mask_token_id = None; a token id in \[0, 512\) is allowed"),
         ({"mask_token_id": 512}, "mask_token_id = 512"),
-        ({"eos_token_id": [500]}, r"eos_token_id = \[500\]"),
+        ({"eos_token_id": [[500]]}, r"eos_token_id = \[500\]"),
         ({"pad_token_id": True}, "pad_token_id = True"),
         ({"rope_theta": "1e6"}, "rope_theta = '1e6'; a positive number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
