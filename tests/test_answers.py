@@ -149,6 +149,17 @@ def test_calls_have_as_many_examples_as_asked():
         scores(0)
 
 
+def test_answers_are_told_in_the_order_of_the_examples():
+    """So that runs of unequal length are paired by what they have in common, their first examples."""
+    runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
+    examples = [tasks.sample("copy", "test", number, size=size) for number, size in enumerate((9, 3, 6, 4))]
+    call: dict[str, Any] = {"max_new_tokens": 16, "block_length": 16, "confidence_threshold": 0.99}
+    together, first = score_examples(runtime, examples, **call), score_examples(runtime, examples[:2], **call)
+    alone = [score_examples(runtime, [example], **call) for example in examples]
+    assert together.forwards == [of.forwards[0] for of in alone] and len({*together.forwards}) > 1
+    assert together.right == [of.right[0] for of in alone] and first.forwards == together.forwards[:2]
+
+
 def test_what_is_asked_is_written_as_tasks_and_counts():
     assert tasks_of(["sort:3", "lookup@64:2", "lookup:1"], context=96) == [
         ["sort", None, 3],

@@ -15,8 +15,8 @@ BATCH_ROWS = 2048
 
 @dataclass(slots=True)
 class Scores:
-    """Of each example, the shortest prompt first: whether its answer was exactly right, its forwards and its TPF
-    (end-of-sequence and padding not counted)."""
+    """Of each example, in their order: whether its answer was exactly right, its forwards and its TPF (end-of-sequence
+    and padding not counted)."""
 
     right: list[bool] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list, repr=False)
@@ -55,28 +55,29 @@ def score_examples(
     """
     if batch is not None:
         check_integer("batch", batch, least=1)
-    scores = Scores()
+    found: dict[int, tuple[bool, int, float]] = {}
     for own in _batches(examples, max_new_tokens, batch):
-        chats = [[{"role": "user", "content": example.prompt}] for example in own]
+        chats = [[{"role": "user", "content": examples[number].prompt}] for number in own]
         # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
-        out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(scores.forwards), **options)
+        out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(found), **options)
         assert out.text is not None, "the runtime has no tokenizer"
-        scores.right += [score(example, text) for example, text in zip(own, out.text, strict=True)]
-        scores.forwards += out.forwards
-        scores.tokens_per_forward += out.tokens_per_forward.tolist()
+        right = (score(examples[number], text) for number, text in zip(own, out.text, strict=True))
+        found |= zip(own, zip(right, out.forwards, out.tokens_per_forward.tolist(), strict=True), strict=True)
         watch(out)
-    return scores
+    return Scores(*(list(each) for each in zip(*(found[number] for number in range(len(examples))), strict=True)))
 
 
-def _batches(examples: list[Example], canvas: int, most: int | None) -> Iterator[list[Example]]:
-    """All examples, shortest prompts first so that little is padded. How they are batched changes no answer."""
-    batch: list[Example] = []
-    for example in sorted(examples, key=lambda example: len(example.prompt)):
+def _batches(examples: list[Example], canvas: int, most: int | None) -> Iterator[list[int]]:
+    """The numbers of all examples, shortest prompts first so that little is padded. How they are batched changes no
+    answer."""
+    batch: list[int] = []
+    lengths = [len(example.prompt) for example in examples]
+    for number in sorted(range(len(examples)), key=lengths.__getitem__):
         # Characters bound tokens from above: close for tables, fourfold for names, which merely makes batches smaller.
-        full = (len(batch) + 1) * (len(example.prompt) + canvas) > BATCH_ROWS if most is None else len(batch) == most
+        full = (len(batch) + 1) * (lengths[number] + canvas) > BATCH_ROWS if most is None else len(batch) == most
         if batch and full:
             yield batch
             batch = []
-        batch.append(example)
+        batch.append(number)
     if batch:
         yield batch
