@@ -5,8 +5,7 @@ each policy as any gets: first that of its authors, then more and more updates. 
 has nothing to set, and `polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another
 call. In a cell a setting is *near* if it is at most a point less often right than `none`, on the same prompts.
 
-Settings are chosen on the validation split; --split test says once what they are worth. A setting is asked 32 prompts.
-If its interval then lies within, or reaches up to a point below `none`, it is asked --examples.
+Settings are chosen on the validation split; --split test says once what they are worth. Nothing stops early.
 
 The last line of stdout has, over the cells with near settings of `polestar` and of others but `none`, the medians
 
@@ -26,7 +25,7 @@ from measuring.statistics import drop, merged
 from measuring.study import Axes
 from measuring.table import Row
 from training.tasks import FRESH_TASKS
-from workloads.answer_tables import right_of, task
+from workloads.answer_tables import asked_both, right_of, task
 from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
 from workloads.variants import RULES, Variant
@@ -117,8 +116,7 @@ def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
         if (none := own.get((NONE,))) is None:
             continue
         for row in own.values():
-            pairs = zip(none["right"], row["right"], strict=False)
-            exact, right = ([each == "1" for each in answers] for answers in zip(*pairs, strict=True))
+            exact, right = asked_both(none, row)
             row["rows"] = row["rows_per_forward"] * row["nfe"]
             row["below"] = drop(exact, right)
             row["near"] = sum(exact) - sum(right) <= NEAR * len(right)

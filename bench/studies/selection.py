@@ -44,7 +44,7 @@ from measuring.statistics import drop, merged
 from measuring.study import Axes
 from measuring.table import Row
 from training.tasks import ALL_TASKS, FRESH_TASKS, TASKS
-from workloads.answer_tables import Column, Show, pivot, right, task, where
+from workloads.answer_tables import Column, Show, asked_both, pivot, right, task, where
 from workloads.models import paths, weights
 from workloads.selection import SELECTORS
 from workloads.selection_answers import FROZEN, NONE, REFERENCES, check_arm, measure
@@ -157,12 +157,11 @@ def frozen_loses(rows: Sequence[Row]) -> list[float] | None:
     """Points of right answers from `none` to `frozen`, paired on the prompts of both, with their interval; None without
     both."""
     found: dict[str, list[bool]] = {NONE: [], FROZEN: []}
-    of = {(row["task"], row.get("size"), row["selector"]): row["right"] for row in rows}
+    of = {(row["task"], row.get("size"), row["selector"]): row for row in rows}
     for name, size, _ in dict.fromkeys(key for key in of if key[2] == NONE):
         if (frozen := of.get((name, size, FROZEN))) is not None:
-            for pair in zip(of[name, size, NONE], frozen, strict=False):
-                for arm, one in zip((NONE, FROZEN), pair, strict=True):
-                    found[arm].append(one == "1")
+            for arm, right in zip((NONE, FROZEN), asked_both(of[name, size, NONE], frozen), strict=True):
+                found[arm] += right
     return [round(100 * share, 2) for share in drop(found[NONE], found[FROZEN])] if found[NONE] else None
 
 

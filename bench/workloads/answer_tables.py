@@ -62,6 +62,13 @@ def asked(rows: Sequence[Row]) -> int:
     return sum(row["examples"] for row in rows)
 
 
+def asked_both(one: Row, other: Row) -> tuple[list[bool], list[bool]]:
+    """Whether each answered right, to the examples that both were asked: the first ones."""
+    pairs = zip(one["right"], other["right"], strict=False)
+    first, second = ([each == "1" for each in answers] for answers in zip(*pairs, strict=True))
+    return first, second
+
+
 def right(rows: Sequence[Row]) -> str:
     """The share of right answers in per cent, with the bounds of its interval."""
     correct = sum(row["correct"] for row in rows)

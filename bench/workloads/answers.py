@@ -53,8 +53,8 @@ def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
 
 def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int | None, count: int) -> dict[str, Any]:
     """Of the first `count` examples from the seed on, after a warm-up. "right": of each, in their order, 1 or 0, by
-    which policies that were asked the same are paired, as many as both were asked; "bytes": "counted" where they are weights and cached
-    tensors alone, without activations, and not what a ledger has booked."""
+    which policies that were asked the same are paired, as many as both were asked; "bytes": "counted" where they are
+    weights and cached tensors alone, without activations, and not what a ledger has booked."""
     seed, watch = settings["seed"], Tally()
     split = settings.get("split", "test")
     examples = [tasks.sample(task, split, seed + number, size=size) for number in range(count)]

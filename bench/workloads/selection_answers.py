@@ -89,7 +89,9 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         found = {share: Figures() for share in settings["shares"]}
         for first in range(0, settings["prompts"], LOOK):
             wide = {share: figures for share, figures in found.items() if not figures.narrow()}
-            for prompts in asked_together(runtime, settings, first) if wide else ():
+            if not wide:
+                break
+            for prompts in asked_together(runtime, settings, first):
                 add_answers(runtime, prompts, wide, settings)
     for share, figures in found.items():
         yield {"share": share} | figures.row()

@@ -141,8 +141,8 @@ def switch(config: Mapping[str, object], key: str, default: bool = False) -> boo
 
 
 def end_tokens(*configs: Mapping[str, object], default: object = None) -> list[object]:
-    """The tokens that `eos_token_id` of `configs` is, or a list of them, each once and in order; `default` where the
-    first config has none. [None] without any."""
+    """The tokens that end answers, each once and in order: `eos_token_id` of each config is one or a list of them.
+    `default` stands for what the first config lacks; [None] without any."""
     found: list[object] = []
     for config in configs:
         given = value_of(config, "eos_token_id", default)
