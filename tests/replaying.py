@@ -35,3 +35,8 @@ class Replayed:
         monkeypatch.setattr(Generators, "draw", draw)
         for module in ("token_sampler", "rules.editing"):
             monkeypatch.setattr(f"tiered.decoding.{module}.propose", noted)
+
+    def check(self, recorded: Tensor) -> None:
+        """Assert that the probabilities are those recorded."""
+        for (pending, found), expected in zip(self.probabilities, recorded, strict=True):
+            torch.testing.assert_close(found[pending].float(), expected[pending], atol=1e-4, rtol=0)

@@ -1,40 +1,20 @@
 """`attended`: a step renews the rows that the answer looked at most in the last step, whoever else is in the batch."""
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from four_blocks import BLOCK, BLOCKS, PROMPT, alone, answered, runtime
 from torch import Tensor
 from training import tasks
 
 import tiered
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
-from tiered.output import GenerationOutput
 from tiered.policies.attended import Attended
-from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
-from tiered.runtime import Runtime
 
-GOLDENS = Path(__file__).parent / "goldens"
-FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd": "gidd/gidd_tiny_unif"}
-PROMPT, BLOCK, BLOCKS, ROWS = 20, 8, 4, 5
-
-
-@cache
-def runtime(family: str) -> Runtime:
-    return tiered.from_pretrained(GOLDENS / FAMILIES[family], dtype="float32", policy="none")
-
-
-def answered(family: str, policy: Policy, prompts: slice = slice(0, 1), **given: Any) -> GenerationOutput:
-    """Four blocks behind prompts of 20, 13 and 17 tokens."""
-    ids = torch.randint(2, 480, (3, PROMPT), generator=torch.Generator().manual_seed(4))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = mask[2, :3] = 0
-    call = {"max_new_tokens": BLOCK * BLOCKS, "block_length": BLOCK, "stop_at_eos": False} | given
-    return runtime(family).with_policy(policy).generate(ids[prompts], attention_mask=mask[prompts], **call)
+ROWS = 5
 
 
 @pytest.mark.parametrize("refresh_blocks", [1, 2])
@@ -93,9 +73,7 @@ def test_a_batch_answers_as_its_prompts_alone(family: str, options: dict[str, An
     stale = answered(family, make_policy("fast_dllm_dual", refresh_blocks=4), slice(0, 3), **options)
     assert not torch.equal(together.sequences, stale.sequences), "the rows change nothing"
     for number in range(3):
-        seed = {"seed": options["seed"] + number} if "seed" in options else {}
-        alone = answered(family, policy, slice(number, number + 1), **options | seed)
-        assert torch.equal(together.sequences[number], alone.sequences[0])
+        assert torch.equal(together.sequences[number], alone(family, policy, number, **options).sequences[0])
 
 
 def test_it_answers_what_a_frozen_prompt_does_not():

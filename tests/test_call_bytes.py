@@ -14,6 +14,7 @@ import torch
 from allocations import Allocations
 from baselines import parity
 from polestar_variants import variant
+from workloads.models import drawn
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
@@ -160,10 +161,7 @@ def random_model(*, dtype: torch.dtype = torch.float32, vocab_size: int = 2048, 
     tokens = {"mask_token_id": vocab_size - 1, "eos_token_id": vocab_size - 2, "pad_token_id": vocab_size - 2}
     model = LLaDA.from_config({**sizes, **tokens, "max_sequence_length": 4096, "rope_theta": 5e5, **config}).to(dtype)
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return drawn(model, 0.05)
 
 
 def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **options: Any) -> GenerationOutput:
@@ -195,10 +193,7 @@ def block_model(heads: int = 4, window: int | None = None) -> Sdar:
     windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
     model = Sdar.from_config({**sizes, **tokens, **more, **windows})
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
+    return drawn(model, 0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from baselines import parity
+from replaying import changes
 from safetensors.torch import load_file
 from torch import Tensor
 from workloads.input_rows import hidden_states
@@ -56,14 +57,6 @@ def test_hidden_states(runtimes: dict[str, Runtime]):
     for layer, state in enumerate(states):
         expected = LOGITS[f"dream_tiny.promptPlusMask.hidden.{layer}"]
         torch.testing.assert_close(state, expected, atol=5e-4, rtol=1e-4)
-
-
-def without_repeats(states: list[Tensor]) -> Tensor:
-    kept = states[:1]
-    for state in states[1:]:
-        if not torch.equal(state, kept[-1]):
-            kept.append(state)
-    return torch.stack(kept)
 
 
 def policy_of(part: str, case: str, recorded: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -124,7 +117,7 @@ def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
     # Recorded after each step, whether it changed anything or not, and mostly without what there was at first.
     first = torch.cat([prompt, prompt.new_full((len(prompt), states[0].shape[1] - prompt.shape[1]), 511)], dim=1)
     assert out.history is not None
-    assert torch.equal(torch.stack(out.history).int(), without_repeats([first, *states]))
+    assert torch.equal(torch.stack(out.history).int(), changes([first, *states]))
     assert torch.equal(out.sequences.int(), tensors[f"{case}.final"])
     # One state a step, where the first is not among them.
     assert out.num_forwards == recorded.get("n_forward", len(states))
@@ -161,7 +154,7 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
             tensors[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, seed=0, **options
         )
         assert out.history is not None
-        assert torch.equal(torch.stack(out.history[1:]).int(), without_repeats(list(tensors[f"{case}.history"]))), case
+        assert torch.equal(torch.stack(out.history[1:]).int(), changes(list(tensors[f"{case}.history"]))), case
 
 
 @pytest.mark.parametrize(

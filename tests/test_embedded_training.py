@@ -37,6 +37,7 @@ from training.settings import Settings
 from training.short_batches import ShortBatches
 from training.tasks import FRESH_TASKS, LONG_TASKS, TASKS, Example, split_of
 from training.trainer import Trainer
+from workloads.models import drawn
 
 import tiered
 from tiered.models.locate import read_config
@@ -464,9 +465,7 @@ def test_the_training_forward_in_blocks_is_the_runtimes(in_blocks: dict[str, Any
     (batch,), block = batches(stream, 1), 8
     model = new_model(in_blocks, seed=0)
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.3)
+    drawn(model, 0.3)
     batch = replace(batch, positions=torch.arange(batch.ids.shape[1])[None])
     noised, first = mask(batch, torch.Generator().manual_seed(1)), int(batch.prompt.min())
     hidden, tap = forward_in_blocks(model, batch.ids, noised.ids, batch.positions, first=first, tap_layer=3)

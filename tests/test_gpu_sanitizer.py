@@ -351,7 +351,7 @@ CPU = torch.device("cpu")
 def test_transports_are_right(sanitized: ModuleType):
     ran = sanitized.run_transports(CPU, 3, schedules=2, end=0.0)
     assert ran["ran"] == ["copies", *(f"tiers {codec}" for codec in Codec)]
-    assert ran["wrong"] == [] and ran["schedules"] == 1 and ran["answers"] >= 0
+    assert ran["wrong"] == [] and ran["schedules"] == 1 and ran["answers"] > 0
 
 
 @pytest.mark.parametrize("one_wrong_byte", [Lane.FETCH, Lane.STORE], indirect=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from full_drift import full_drift, full_output_drift
+from padded_prompts import padded
 from polestar_variants import variant
 from torch import Tensor
 
@@ -44,13 +45,8 @@ def generate(
     runtime: Runtime, lengths: Sequence[int] = (17, 9, 12), confidence_threshold: float = 0.3, **options: Any
 ) -> GenerationOutput:
     """A left-padded batch, 24 new tokens."""
-    longest = max(lengths)
-    ids, mask = torch.full((len(lengths), longest), 499), torch.zeros(len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
-        ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
     out = runtime.with_policy(variant(**options)).generate(
-        ids, attention_mask=mask, max_new_tokens=24, block_length=BLOCK, output_history=True, stop_at_eos=False,
+        **padded(*lengths), max_new_tokens=24, block_length=BLOCK, output_history=True, stop_at_eos=False,
         confidence_threshold=confidence_threshold,
     )  # fmt: skip
     assert out.history is not None

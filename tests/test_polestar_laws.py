@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from drift_rules import drift_aware
+from padded_prompts import padded
 from polestar_variants import variant
 from torch import Tensor
 
@@ -74,16 +75,6 @@ class _All(PolicyState):
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
-
-
-def padded(*lengths: int) -> dict[str, Tensor]:
-    """Prompts of these lengths as one left-padded batch."""
-    longest = max(lengths)
-    ids, mask = torch.full((len(lengths), longest), 499), torch.zeros(len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
-        ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
-    return {"inputs": ids, "attention_mask": mask}
 
 
 def generate(runtime: Runtime, policy: str | Policy, lengths: tuple[int, ...] = LENGTHS, **options: Any):

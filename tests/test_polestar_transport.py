@@ -2,27 +2,25 @@
 in the caches."""
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cached_rows import Stores
 from polestar_variants import variant
 from simulation import Link, LinkSpeed, Point, SimulatedThreads
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Account, Feature, Tier
-from tiered.forward.forward import Forward
-from tiered.models.shape import ModelShape
+from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.fence import Event
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 from tiered.output import GenerationOutput
-from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar.fetching import Fetching
 from tiered.runtime import Runtime
 
@@ -30,21 +28,6 @@ pytestmark = pytest.mark.usefixtures("few_slots")
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9)
-
-
-@dataclass
-class Stores:
-    """Keys and values of the whole batch after every forward."""
-
-    left: list[Tensor] = field(default_factory=list)
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
-
-    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
-        layers = range(forward.model.shape.layers)
-        both = [forward.store.view(feature, layer) for layer in layers for feature in (Feature.KEY, Feature.VALUE)]
-        self.left.append(torch.stack(both))
 
 
 @dataclass

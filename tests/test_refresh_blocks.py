@@ -1,46 +1,23 @@
 """Fast-dLLM's caches where blocks begin without a refresh: which rows they begin with, in every family and batch."""
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from baselines import parity
+from four_blocks import BLOCK, BLOCKS, FAMILIES, GOLDENS, PROMPT, alone, answered
 
 import tiered
-from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
-from tiered.runtime import Runtime
 
-GOLDENS = Path(__file__).parent / "goldens"
-FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd": "gidd/gidd_tiny_unif"}
 POLICIES = ("fast_dllm_prefix", "fast_dllm_dual")
-PROMPT, BLOCK, BLOCKS = 20, 8, 4
-
-
-@cache
-def runtime(family: str) -> Runtime:
-    return tiered.from_pretrained(GOLDENS / FAMILIES[family], dtype="float32", policy="none")
-
-
-def answered(family: str, policy: str, prompts: slice = slice(0, 1), **given: Any) -> GenerationOutput:
-    """Four blocks behind prompts of 20, 13 and 17 tokens."""
-    ids = torch.randint(2, 480, (3, PROMPT), generator=torch.Generator().manual_seed(4))
-    mask = torch.ones_like(ids)
-    mask[1, :7] = mask[2, :3] = 0
-    options = {"refresh_blocks": given.pop("refresh_blocks", 2)}
-    make = parity.policy if given.pop("official", False) else make_policy
-    call = {"max_new_tokens": BLOCK * BLOCKS, "block_length": BLOCK, "stop_at_eos": False} | given
-    own = runtime(family).with_policy(make(policy, **options))
-    return own.generate(ids[prompts], attention_mask=mask[prompts], **call)
 
 
 @pytest.mark.parametrize("refresh_blocks", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("family", "shift"), [("llada", 0), ("dream", 1)])
 def test_a_block_between_begins_with_the_finished_one(family: str, shift: int, policy: str, refresh_blocks: int):
-    out = answered(family, policy, refresh_blocks=refresh_blocks, steps=2 * BLOCKS)
+    out = answered(family, make_policy(policy, refresh_blocks=refresh_blocks), steps=2 * BLOCKS)
     whole, expected = PROMPT + BLOCKS * BLOCK, []
     for block in range(BLOCKS):
         behind = (BLOCKS - block) * BLOCK if policy == "fast_dllm_prefix" else BLOCK
@@ -52,31 +29,30 @@ def test_a_block_between_begins_with_the_finished_one(family: str, shift: int, p
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_a_noise_mask_every_block_begins_with_a_refresh(policy: str):
-    assert answered("gidd", policy, block_steps=4).steps_by_kind["refresh"] == BLOCKS
+    assert answered("gidd", make_policy(policy, refresh_blocks=2), block_steps=4).steps_by_kind["refresh"] == BLOCKS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "official", "options"),
     [
-        ("llada", {"confidence_threshold": 0.6}),
-        ("llada", {"confidence_threshold": 0.6, "cfg_scale": 0.5}),
-        ("dream", {"confidence_threshold": 0.6}),
-        ("dream", {"official": True}),
-        ("gidd", {"block_steps": 5, "seed": 3}),
+        ("llada", False, {"confidence_threshold": 0.6}),
+        ("llada", False, {"confidence_threshold": 0.6, "cfg_scale": 0.5}),
+        ("dream", False, {"confidence_threshold": 0.6}),
+        ("dream", True, {}),
+        ("gidd", False, {"block_steps": 5, "seed": 3}),
     ],
 )
-def test_a_batch_answers_as_its_prompts_alone(family: str, policy: str, options: dict[str, Any]):
-    together = answered(family, policy, slice(0, 3), **options).sequences
+def test_a_batch_answers_as_its_prompts_alone(family: str, policy: str, official: bool, options: dict[str, Any]):
+    made = (parity.policy if official else make_policy)(policy, refresh_blocks=2)
+    together = answered(family, made, slice(0, 3), **options).sequences
     for number in range(3):
-        seed = {"seed": options["seed"] + number} if "seed" in options else {}
-        alone = answered(family, policy, slice(number, number + 1), **options | seed).sequences
-        assert torch.equal(together[number], alone[0])
+        assert torch.equal(together[number], alone(family, made, number, **options).sequences[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_the_authors_code_a_block_between_gives_its_first_token_alone(policy: str):
-    out = answered("dream", policy, official=True, steps=2 * BLOCKS, output_history=True)
+    out = answered("dream", parity.policy(policy, refresh_blocks=2), steps=2 * BLOCKS, output_history=True)
     assert out.history is not None and out.steps_by_kind["update"] == BLOCKS // 2
     begins = [index for index, rows in enumerate(out.rows_per_step) if rows > BLOCK * BLOCKS]
     second = begins[0] + (len(out.rows_per_step) - begins[0]) // BLOCKS

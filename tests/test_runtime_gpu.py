@@ -6,38 +6,35 @@ is compared bit by bit, where all that differs is who carries which bytes, and b
 """
 
 import gc
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from allocations import Allocations
+from cached_rows import Stores
+from gpu_parts.slow_transports import random_delays, transport
 from host_waits import host_waits
 from polestar_variants import variant
-from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 from training.tasks import sample, score
 
 import tiered
 from tiered.core.budget import MemoryBudget
-from tiered.core.features import Account, Feature, Tier
+from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import Recorder, recording
 from tiered.forward import stream_bytes
-from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
-from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.transport import Lane, Transport
+from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
-from tiered.policies.base import Policy, Step, StepKind
+from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -161,43 +158,10 @@ def test_renewing_every_cluster_equals_none(device: str):
     assert torch.equal(history(everything), history(answer(under("none", device))))
 
 
-@dataclass
-class Stores:
-    """Keys and values after every forward."""
-
-    left: list[Tensor] = field(default_factory=list)
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
-
-    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
-        layers = range(forward.model.shape.layers)
-        both = [forward.store.view(feature, layer) for layer in layers for feature in (Feature.KEY, Feature.VALUE)]
-        self.left.append(torch.stack(both))
-
-
 def left_by(runtime: Runtime) -> tuple[GenerationOutput, Tensor]:
     stores = Stores()
     out = answer(runtime, inspector=stores)
     return out, torch.stack(stores.left).view(torch.int32)
-
-
-def carrier(device: str, delay: Delay) -> Transport:
-    if device == "cpu":
-        return SimulatedThreads(delay=delay)
-    return SimulatedCuda(torch.device(device), delay=delay)
-
-
-def jitter(device: str, seed: int) -> Delay:
-    """Random delays of the host, and on a GPU of the copies' own streams."""
-    chance = random.Random(seed)
-
-    def delay(point: Point, lane: Lane | None) -> float:
-        if device == "cuda" and point is Point.COPY and lane in (Lane.FETCH, Lane.STORE) and chance.random() < 0.3:
-            torch.cuda._sleep(int(chance.random() * 2_000_000))
-        return max(0.0, chance.uniform(-0.006, 0.003))
-
-    return delay
 
 
 @pytest.mark.usefixtures("few_slots")
@@ -207,7 +171,7 @@ def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec)
     out, resident = left_by(Runtime(model, policy=policy("device")))
     ways: dict[str, Callable[[], Transport] | None] = {
         "on time": None,
-        "late": lambda: carrier(device, jitter(device, 1)),
+        "late": lambda: transport(torch.device(device), delay=random_delays(torch.device(device), 1)),
     }
     for way, make in ways.items():
         offloaded, stores = left_by(Runtime(model, policy=policy(), transport=make))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from simulation import Point, SimulatedThreads
 from torch import Tensor
+from workloads.models import drawn
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
@@ -52,10 +53,7 @@ def model() -> LLaDA:
     tokens = {"vocab_size": 200, "mask_token_id": 199, "eos_token_id": 198, "pad_token_id": 198}
     model = LLaDA.from_config({**sizes, **tokens, "max_sequence_length": 512, "rope_theta": 5e5})
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+    return drawn(model, 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from padded_prompts import padded
 from polestar_variants import variant
 from torch import Tensor
 
@@ -40,16 +41,6 @@ def embedded() -> Runtime:
 @pytest.fixture(scope="module")
 def uniform() -> Runtime:
     return tiered.from_pretrained("embedded-uniform", policy="none")
-
-
-def padded(*lengths: int) -> dict[str, Tensor]:
-    """Prompts of these lengths as one left-padded batch."""
-    longest = max(lengths)
-    ids, mask = torch.full((len(lengths), longest), 499), torch.zeros(len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
-        ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
-    return {"inputs": ids, "attention_mask": mask}
 
 
 def chats() -> dict[str, Any]:

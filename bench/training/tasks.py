@@ -54,7 +54,6 @@ class Task:
     make: Callable[[random.Random, int], tuple[str, str]]
     sizes: tuple[int, int]
     unit: str
-    summary: str
 
 
 def split_of(prompt: str) -> Split:
@@ -195,34 +194,31 @@ def _sort_numbers(rng: random.Random, size: int, printed: int = 0) -> tuple[str,
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task(name="copy", make=_copy, sizes=(4, 16), unit="names", summary="repeat a list"),
-        Task(name="reverse", make=_reverse, sizes=(4, 16), unit="names", summary="a list from its end"),
-        Task(name="sort", make=_sort, sizes=(4, 16), unit="names", summary="a list in alphabetical order"),
-        Task(name="replace", make=_replace, sizes=(4, 16), unit="names", summary="exchange one name of a list"),
-        Task(name="insert", make=_insert, sizes=(4, 16), unit="names", summary="put a name behind another"),
-        Task(name="remove", make=_remove, sizes=(4, 16), unit="names", summary="leave one name out"),
-        Task(name="add", make=_add, sizes=(4, 4), unit="digits", summary="add two zero-padded numbers"),
-        Task(name="chain", make=_chain, sizes=(2, 6), unit="operations", summary="a running total, step by step"),
-        Task(name="lookup", make=_lookup, sizes=(64, 512), unit="prompt tokens", summary="values of keys in a table"),
+        Task(name="copy", make=_copy, sizes=(4, 16), unit="names"),
+        Task(name="reverse", make=_reverse, sizes=(4, 16), unit="names"),
+        Task(name="sort", make=_sort, sizes=(4, 16), unit="names"),
+        Task(name="replace", make=_replace, sizes=(4, 16), unit="names"),
+        Task(name="insert", make=_insert, sizes=(4, 16), unit="names"),
+        Task(name="remove", make=_remove, sizes=(4, 16), unit="names"),
+        Task(name="add", make=_add, sizes=(4, 4), unit="digits"),
+        Task(name="chain", make=_chain, sizes=(2, 6), unit="operations"),
+        Task(name="lookup", make=_lookup, sizes=(64, 512), unit="prompt tokens"),
     )
 }
 LONG_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task(name="long_copy", make=_copy, sizes=(64, 120), unit="names", summary="repeat a long list"),
-        Task(name="long_reverse", make=_reverse, sizes=(64, 120), unit="names", summary="a long list from its end"),
-        Task(name="long_chain", make=_chain, sizes=(13, 24), unit="operations", summary="a long running total"),
-        Task(name="long_lookup", make=_long_lookup, sizes=(256, 2048), unit="prompt tokens", summary="many values"),
+        Task(name="long_copy", make=_copy, sizes=(64, 120), unit="names"),
+        Task(name="long_reverse", make=_reverse, sizes=(64, 120), unit="names"),
+        Task(name="long_chain", make=_chain, sizes=(13, 24), unit="operations"),
+        Task(name="long_lookup", make=_long_lookup, sizes=(256, 2048), unit="prompt tokens"),
     )
 }
 """Tasks whose answers have 64 to 128 tokens, several blocks of 32: what is committed in one is read in the next."""
 FRESH_SIZES = (256, 2048)
 FRESH_TASKS: dict[str, Task] = {
-    name: Task(name=name, make=make, sizes=FRESH_SIZES, unit="prompt tokens", summary=summary)
-    for name, make, summary in (
-        ("sort_marked", _sort_marked, "the names of a list with one sign, sorted, then those with another"),
-        ("sort_numbers", _sort_numbers, "the marked names of a list, sorted, with their numbers"),
-    )
+    name: Task(name=name, make=make, sizes=FRESH_SIZES, unit="prompt tokens")
+    for name, make in (("sort_marked", _sort_marked), ("sort_numbers", _sort_numbers))
 }
 """Tasks whose next token follows from the prompt and all of the answer so far: entries that are printed are out."""
 ALL_TASKS: dict[str, Task] = TASKS | LONG_TASKS | FRESH_TASKS

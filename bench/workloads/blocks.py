@@ -21,7 +21,7 @@ from tiered.inputs import Prompts
 from tiered.models.sdar import Sdar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from workloads.models import STD, VOCABULARY
+from workloads.models import VOCABULARY, drawn
 
 GOLDENS = ROOT / "tests" / "goldens"
 FAMILIES = ("sdar",)  # that see blocks, and have recorded histories
@@ -98,10 +98,7 @@ def _random_model(width: int, layers: int, positions: int) -> Sdar:
             "eos_token_id": VOCABULARY - 2,
         }
     )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=STD)
-    return model
+    return drawn(model)
 
 
 def _history(

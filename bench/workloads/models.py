@@ -37,10 +37,14 @@ def random_model(width: int, layers: int, context: int) -> LLaDA:
     """A LLaDA of LLaDA-8B's proportions (MLP three times the width) with random weights, float32. Its answers mean
     nothing, and no token of them is ever confident."""
     torch.manual_seed(0)
-    model = LLaDA.from_config(_random_config(width, layers, context))
+    return drawn(LLaDA.from_config(_random_config(width, layers, context)))
+
+
+def drawn(model: AnyModel, std: float = STD) -> AnyModel:
+    """The model, with normal numbers in its matrices, drawn from torch's own generator; vectors stay as they are."""
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=STD)
+            torch.nn.init.normal_(parameter, std=std)
     return model
 
 
