@@ -89,6 +89,37 @@ def random_weights() -> Callable[[Mapping[str, Any]], dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="session")
+def random_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+) -> Callable[[Mapping[str, Any]], Path]:
+    """Writes the checkpoint of a config.json of any family with its `random_weights`, without a tokenizer."""
+    from safetensors.torch import save_file
+
+    def write(config: Mapping[str, Any]) -> Path:
+        directory = tmp_path_factory.mktemp("random")
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(random_weights(config), directory / "model.safetensors")
+        return directory
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def masked_gidd(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes the recorded GIDD checkpoint, taken for a model of masks, with other values in its config.json."""
+    source = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"
+
+    def write(**changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("gidd_tiny_mask")
+        config = json.loads((source / "config.json").read_text()) | {"noise_type": -1000.0, **changes}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
 def random_model(
     random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
 ) -> Callable[[Mapping[str, Any]], Any]:

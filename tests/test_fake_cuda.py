@@ -2,7 +2,6 @@
 books cover every byte that lives there, and the host waits no more often than it has to."""
 
 import gc
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_cuda import DEVICE, FakeCuda, Inside, fake_cuda
-from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
@@ -124,19 +122,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(
-    tmp_path_factory: pytest.TempPathFactory, random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
-) -> Callable[[str], Path]:
+def checkpoint(random_checkpoint: Callable[[Mapping[str, Any]], Path]) -> Callable[[str], Path]:
     """The checkpoint of a family."""
-
-    @cache
-    def write(family: str) -> Path:
-        directory = tmp_path_factory.mktemp(family)
-        (directory / "config.json").write_text(json.dumps(FAMILIES[family]))
-        save_file(random_weights(FAMILIES[family]), directory / "model.safetensors")
-        return directory
-
-    return write
+    return cache(lambda family: random_checkpoint(FAMILIES[family]))
 
 
 @pytest.fixture

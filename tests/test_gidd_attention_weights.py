@@ -1,6 +1,6 @@
 """What reads attention on GIDD reads the family's own: the drift of the rule `drift_aware`, Elastic-Cache's weights."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +18,13 @@ from tiered.policies.elastic_cache import program
 from tiered.policies.elastic_cache.program import weights_of
 from tiered.runtime import Runtime
 
-CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"
 SIZES: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False}
 
 
 @pytest.fixture(scope="module")
-def masked(tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+def masked(masked_gidd: Callable[..., Path]) -> Runtime:
     """The checkpoint with masks for its noise, and sinks that draw attention."""
-    folder = tmp_path_factory.mktemp("gidd_tiny_mask")
-    config = json.loads((CHECKPOINT / "config.json").read_text()) | {"noise_type": -1000.0, "attn_soft_cap": 3.0}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").symlink_to(CHECKPOINT / "model.safetensors")
-    return tiered.from_pretrained(folder, policy="none", dtype="float32")
+    return tiered.from_pretrained(masked_gidd(attn_soft_cap=3.0), policy="none", dtype="float32")
 
 
 def prompts(*pads: int) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The official GIDD's logits and token sequences, on the tiny checkpoint of tests/goldens, for both kinds of noise."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,11 @@ CONTEXT = 96
 
 
 @pytest.fixture(scope="module")
-def runtimes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runtime]:
+def runtimes(masked_gidd: Callable[..., Path]) -> dict[str, Runtime]:
     """The checkpoint as it is, and with `noise_type` turned from uniform noise to masks."""
-    config = json.loads((GOLDENS / "gidd_tiny_unif" / "config.json").read_text())
-    masked = tmp_path_factory.mktemp("gidd_tiny_mask")
-    (masked / "config.json").write_text(json.dumps(config | {"noise_type": -1000.0}))
-    (masked / "model.safetensors").symlink_to(GOLDENS / "gidd_tiny_unif" / "model.safetensors")
     return {
         name: tiered.from_pretrained(folder, policy="none", dtype="float32")
-        for name, folder in (("gidd_tiny_unif", GOLDENS / "gidd_tiny_unif"), ("gidd_tiny_mask", masked))
+        for name, folder in (("gidd_tiny_unif", GOLDENS / "gidd_tiny_unif"), ("gidd_tiny_mask", masked_gidd()))
     }
 
 

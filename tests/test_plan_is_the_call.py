@@ -1,6 +1,5 @@
 """A plan is what a call takes, whatever ran before it: random models, policies, codes and budgets, calls in a row."""
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -10,8 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from block_models import NEMOTRON, SDAR, batch
-from safetensors.torch import save_file
-from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
@@ -43,17 +40,8 @@ class Call(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
-) -> Callable[[str], Path]:
-    @cache
-    def write(family: str) -> Path:
-        directory, config = tmp_path_factory.mktemp(family), {**FAMILIES[family], "torch_dtype": "float32"}
-        (directory / "config.json").write_text(json.dumps(config))
-        save_file(random_weights(config), directory / "model.safetensors")
-        return directory
-
-    return write
+def checkpoints(random_checkpoint: Callable[[Mapping[str, Any]], Path]) -> Callable[[str], Path]:
+    return cache(lambda family: random_checkpoint({**FAMILIES[family], "torch_dtype": "float32"}))
 
 
 def totals(plan: tiered.Plan) -> list[int]:

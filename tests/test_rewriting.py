@@ -1,6 +1,6 @@
 """Rules for noise that makes tokens: which tokens are rewritten, when a block ends, and which pairs are refused."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,9 @@ def uniform() -> Runtime:
 
 
 @pytest.fixture(scope="module")
-def masked(tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+def masked(masked_gidd: Callable[..., Path]) -> Runtime:
     """The same weights, taken for a model of masks."""
-    source = GOLDENS / "gidd" / "gidd_tiny_unif"
-    folder = tmp_path_factory.mktemp("gidd_tiny_mask")
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"noise_type": -1000.0}))
-    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
-    return tiered.from_pretrained(folder, policy="none", dtype="float32")
+    return tiered.from_pretrained(masked_gidd(), policy="none", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations
-from safetensors.torch import save_file
 from simulation import Point, SimulatedThreads
 from torch import Tensor
 from workloads.models import save_random
@@ -103,19 +102,9 @@ Delay = Callable[[Point, Lane | None], float]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
-) -> Callable[[str], Path]:
+def checkpoints(random_checkpoint: Callable[[Mapping[str, Any]], Path]) -> Callable[[str], Path]:
     """The checkpoint of a family, in float32."""
-
-    @cache
-    def write(family: str) -> Path:
-        directory, config = tmp_path_factory.mktemp(family), {**FAMILIES[family], **TOKENS, "torch_dtype": "float32"}
-        (directory / "config.json").write_text(json.dumps(config))
-        save_file(random_weights(config), directory / "model.safetensors")
-        return directory
-
-    return write
+    return cache(lambda family: random_checkpoint({**FAMILIES[family], **TOKENS, "torch_dtype": "float32"}))
 
 
 def loaded(
