@@ -39,7 +39,8 @@ def test_answers_and_json(capsys: pytest.CaptureFixture[str]):
 def test_prompts_from_a_file_and_from_standard_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "prompts.txt").write_text("sort: Max Ada\n\nsort: Zoe Ben\n")
+    # Other characters that end a line of text, such as U+2028, stand within a prompt.
+    (tmp_path / "prompts.txt").write_text("sort: Max\u2028Ada\n\nsort: Zoe Ben\r\n", encoding="utf-8")
     assert main(["generate", "--prompt-file", str(tmp_path / "prompts.txt"), *SHORT]) == 0
     assert capsys.readouterr().out.splitlines() == ["Ada Max", "Ben Zoe"]
     monkeypatch.setattr("sys.stdin", io.StringIO("sort: Max Ada\n"))

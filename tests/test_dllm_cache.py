@@ -334,6 +334,16 @@ def test_passes_and_rows_are_counted(grouped: Runtime):
     assert whole.rows_per_step == [17 * (n % 6 == 0) + (24 if n % 4 == 0 else (24 + 3 * 6) / 4) for n in range(24)]
 
 
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_block_may_have_one_token_where_its_row_is_in_front_of_it(new: int):
+    dream = tiered.from_pretrained(GOLDENS.parent / "dream" / "dream_tiny", dtype="float32", policy="none")
+    call: dict[str, Any] = {"max_new_tokens": new, "block_length": 1, "stop_at_eos": False}
+    prompt = torch.arange(5, 12)[None]
+    fresh = dream.with_policy("dllm_cache", prompt_interval=1, response_interval=1).generate(prompt, **call)
+    assert torch.equal(fresh.sequences, dream.generate(prompt, **call).sequences)
+    assert dream.with_policy("dllm_cache").generate(prompt, **call).num_forwards == new
+
+
 def test_branches_are_kept_of_the_answer_alone(grouped: Runtime):
     shape, context = grouped.model.shape, PROMPT.shape[1] + CALL["max_new_tokens"]
     booked = grouped.with_policy("dllm_cache").generate(PROMPT, **CALL).memory.tiers[Tier.DEVICE].at_peak

@@ -91,3 +91,14 @@ def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
     assert [update.clusters for update in left.updates] == [update.clusters for update in right.updates]
     assert [update.drift for update in left.updates] == [update.drift for update in right.updates]
     assert left.steps_by_kind["update"] > 3 and any(any(update.clusters) for update in left.updates)
+
+
+def test_a_prompt_without_a_row_to_cluster_is_answered_beside_a_longer_one(runtime: Runtime):
+    # The answer is one block, and the prompt's only row predicts its first token: nothing is left outside the block.
+    own = runtime.with_policy("polestar", clusters=3, cluster_layers=1)
+    long, sizes = torch.arange(5, 22)[None], {"max_new_tokens": 8, "block_length": 8, "stop_at_eos": False}
+    ids, mask = torch.cat([torch.full_like(long, 3), long]), torch.ones(2, 17, dtype=torch.long)
+    ids[0, -1], mask[0, :-1] = 9, 0
+    both = own.generate(ids, attention_mask=mask, **sizes).sequences[:, 17:]
+    assert torch.equal(both[0], own.generate(ids[:1, -1:], **sizes).sequences[0, 1:])
+    assert torch.equal(both[1], own.generate(long, **sizes).sequences[0, 17:])

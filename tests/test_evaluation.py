@@ -114,6 +114,13 @@ def test_requests_with_different_options_in_one_call(runtime: Runtime):
     assert lm.generate_until(instances(requests), disable_tqdm=True) == expected
 
 
+def test_a_stop_token_ends_an_answer(runtime: Runtime):
+    assert runtime.tokenizer is not None
+    (vera,) = runtime.tokenizer.encode(" Vera", add_special_tokens=False)
+    lm = TieredLM(runtime, stop_tokens=[vera])
+    assert ask(lm, [chat(lm, "copy: Tara Uma Vera Will Xena")]) == ["Tara Uma"]
+
+
 def test_no_requests_no_answers(lm: TieredLM):
     assert lm.generate_until([], disable_tqdm=True) == []
     assert lm.loglikelihood([]) == [] and lm.loglikelihood_rolling([]) == []

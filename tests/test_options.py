@@ -302,6 +302,11 @@ def test_draws(given: dict[str, Any], draws: bool):
         ({"confidence_temperature": False}, TypeError, "confidence_temperature = False"),
         ({"commit": "timestep", "schedule_floor": 1.0}, ValueError, "schedule_floor = 1.0"),
         ({"commit": "timestep", "steps": 10**30}, ValueError, "steps = 10{30}; an int from 1 to 1000000"),
+        (
+            {"commit": "timestep", "block_steps": 10**6 + 1},
+            ValueError,
+            "block_steps = 1000001; an int from 1 to 10{6}",
+        ),
         ({"confidence_threshold": 0.5, "confidence": "margin"}, ValueError, "'threshold' allows 'probability'"),
         ({"factor": 0.5, "confidence": "entropy"}, ValueError, "'factor' allows 'probability'"),
         ({"commit": "drift_aware", "confidence": "margin"}, ValueError, "'drift_aware' allows 'probability'"),

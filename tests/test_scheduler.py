@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,30 @@ def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionMo
         scheduler.submit(asked)
     scheduler.close()
     assert first.state is RequestState.DONE and not any(held(runtime).values())
+
+
+def test_closing_cancels_a_request_that_is_just_beginning(tiny_model: DiffusionModel):
+    began, closing = threading.Event(), threading.Event()
+
+    class Slow(Heard):
+        def put(self, value: Tensor) -> None:
+            began.set()
+            assert closing.wait(60)
+
+    scheduler = Scheduler(Runtime(tiny_model, policy=make_policy("none")))
+    scheduler.start()
+    request = scheduler.submit(
+        scheduler.runtime.prepare(ids_of(20) % 120, max_new_tokens=64, stop_at_eos=False), streamer=Slow()
+    )
+    assert began.wait(60)
+    closer = threading.Thread(target=scheduler.close, kwargs={"cancel": True})
+    closer.start()
+    while not scheduler.closed:
+        time.sleep(0.001)
+    time.sleep(0.05)  # `close` has looked at those that run
+    closing.set()
+    closer.join()
+    assert request.state is RequestState.CANCELLED
 
 
 def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):

@@ -136,6 +136,20 @@ def test_a_stop_string_ends_an_answer_and_what_it_holds(client: openai.OpenAI, s
     assert not served.scheduler.running
 
 
+@pytest.mark.parametrize("stop_at_eos", [True, False])
+def test_a_stop_token_ends_an_answer_as_in_the_library(client: openai.OpenAI, runtime: Runtime, stop_at_eos: bool):
+    assert runtime.tokenizer is not None
+    (vera,) = runtime.tokenizer.encode(" Vera", add_special_tokens=False)
+    extra = {"stop_tokens": [vera], "stop_at_eos": stop_at_eos}
+    answer = client.chat.completions.create(
+        model="embedded", messages=chat(PROMPTS[2]), max_tokens=TOKENS, extra_body=extra
+    )
+    out = runtime.generate(chat(PROMPTS[2]), max_new_tokens=TOKENS, **extra)
+    assert [answer.choices[0].message.content] == out.text == ["Tara Uma"]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.completion_tokens == out.timings.tokens == 2
+
+
 def test_drafts_come_where_they_are_asked_for(client: openai.OpenAI):
     stream = client.chat.completions.create(
         model="embedded", messages=chat(PROMPTS[0]), max_tokens=TOKENS, stream=True,
@@ -188,6 +202,7 @@ def test_bytes_of_streamed_weights_are_among_those_that_moved():
         ({"json": {"messages": chat("x"), "model": "gpt"}}, 404, "model", "model 'gpt' is not served here"),
         ({"json": {"messages": chat("x"), "block_size": 5, "max_new_tokens": 12}}, 400, "max_new_tokens", "10 or 15"),
         ({"json": {"messages": chat("x"), "commit": "treshold"}}, 400, "commit", "did you mean 'threshold'"),
+        ({"content": json.dumps({"\ud800": 1, "messages": []}), "headers": JSON}, 400, "\ud800", "unknown field"),
         ({"json": {"messages": chat("x"), "diffusion_steps": -1}}, 400, "diffusion_steps", "steps = -1"),
         ({"content": json.dumps({"messages": chat("\ud800")}), "headers": JSON}, 400, "messages", "surrogate"),
         ({"url": COMPLETIONS, "json": {"prompt": [5, 4000]}}, 400, "prompt", "token id 4000 is out of range"),

@@ -1,10 +1,12 @@
 """Streamers: what they are told and when, and transformers' own on the embedded model."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from padded_prompts import padded
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
@@ -14,6 +16,7 @@ from tiered.models.llada import LLaDA
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
+GOLDENS = Path(__file__).parent / "goldens"
 PROMPTS = torch.tensor([[5, 6, 7, 8], [125, 125, 9, 10]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
 SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 4}
@@ -159,3 +162,36 @@ def test_blocks_go_to_the_end_of_the_longest_answer(embedded: Runtime):
     assert [block.shape for block in blocks] == [(2, 4), (2, 4), (2, 2)]  # nine names and the end
     shown = torch.cat(blocks, dim=1)
     assert torch.equal(shown, out.sequences[:, -32 : -32 + 10])
+
+
+class Open(Drafting):
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        assert value.shape == still.shape
+        self.calls.append(("open", value.clone()))
+
+
+@pytest.mark.parametrize(("prompt", "new", "block"), [(4, 6, 4), (5, 6, 4), (7, 3, 8), (3, 1, 4)])
+def test_nothing_is_sent_past_an_answer_that_ends_inside_a_block(prompt: int, new: int, block: int):
+    runtime, streamer = tiered.from_pretrained(GOLDENS / "llada2" / "llada2_tiny", dtype="float32"), Open()
+    ids = torch.arange(5, 5 + prompt)[None]
+    out = runtime.generate(ids, streamer=streamer, max_new_tokens=new, block_length=block, stop_at_eos=False)
+    answer, sent = out.sequences[:, prompt:], 0
+    for name, value in streamer.calls[1:]:
+        if value is not None:
+            assert sent + value.shape[1] <= answer.shape[1] == new, name
+            sent += value.shape[1] if name == "put" else 0
+    assert torch.equal(torch.cat(streamer.named("put")[1:], dim=1), answer)
+
+
+@pytest.mark.parametrize("lengths", [(8, 7), (8, 5), (12, 7)])
+def test_all_tokens_are_sent_where_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
+    runtime = tiered.from_pretrained(GOLDENS / "sdar" / "sdar_tiny", dtype="float32")
+    batch, call = padded(*lengths), {"max_new_tokens": 8, "block_length": 4}
+    longest = max(lengths)
+    free = runtime.generate(**batch, **call, stop_at_eos=False).sequences[1, longest:]
+    for token in free.unique().tolist():
+        streamer = Plain()
+        out = runtime.generate(**batch, **call, stop_tokens=[token], streamer=streamer)
+        answers, sent = out.sequences[:, longest:], torch.cat(streamer.named("put")[1:], dim=1)
+        assert torch.equal(sent, answers[:, : sent.shape[1]])
+        assert (answers[:, sent.shape[1] :] == runtime.model.pad_token_id).all()

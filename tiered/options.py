@@ -119,10 +119,11 @@ class GenerationOptions:
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
         rule = self.rule
+        most = MOST_STEPS if rule.by_time or rule.rewrites else None  # of others a block has no more than tokens
         if self.steps is not None:
-            check_integer("steps", self.steps, least=1, most=MOST_STEPS if rule.by_time else None)
+            check_integer("steps", self.steps, least=1, most=most)
         if self.block_steps is not None:
-            check_integer("block_steps", self.block_steps, least=1)
+            check_integer("block_steps", self.block_steps, least=1, most=most)
             if self.steps is not None:
                 raise ValueError(
                     f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "

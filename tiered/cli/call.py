@@ -126,8 +126,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         return args.prompts
     if args.prompt_file is None and sys.stdin.isatty():
         raise ValueError("no prompt; give one as an argument, in a --prompt-file, or on standard input")
-    text = args.prompt_file.read_text() if args.prompt_file else sys.stdin.read()
-    prompts = [line for line in text.splitlines() if line.strip()]
+    text = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else sys.stdin.read()
+    prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"{args.prompt_file or 'standard input'} holds no prompt")
     return prompts

@@ -115,7 +115,8 @@ class OutputWriter:
         if self._streamer is None or not final:
             return
         # If answers begin in different columns of a block, only columns that the shortest answer has are sent.
-        whole = all(ended) or stop == self.canvas.prompt_length + self._columns.shape[1]
+        over = self.canvas.over((start - self.canvas.prompt_length) // self.canvas.block_length)
+        whole = all(was or now for was, now in zip(ended, over, strict=True))
         last = stop - self.canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
         done = yield from read(self.result.answers[:, :last])
         ends = is_any(done, self.ends)
@@ -145,8 +146,9 @@ class OutputWriter:
         return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
-        """The answers' tokens in the block at `start`. The first block may begin with tokens of prompts, which are left
-        out."""
+        """The answers' tokens in the block at `start`: not those of prompts at the beginning of the first block,
+        nor those of the last block behind the longest answer."""
+        values = values[:, : max(self._stops) - (start - self.canvas.prompt_length)]
         if start != self.canvas.prompt_length:
             return values
         return self._behind_prompts(values, [values.shape[1]] * len(values))

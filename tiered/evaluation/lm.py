@@ -111,7 +111,8 @@ class TieredLM(TemplateLM):
             if done.output is not None:
                 self._policies[str(done.output.choice.policy)] += 1
                 ids = done.output.sequences[0, done.call.prompts.ids.shape[1] :][:tokens].tolist()
-                answers[index] = answer_text(self.tokenizer, ids, self.runtime.model.ends, until)
+                ends = done.call.options.ends(*self.runtime.model.ends)
+                answers[index] = answer_text(self.tokenizer, ids, ends, until)
                 self.cache_hook.add_partial("generate_until", requests[index].args, answers[index])
                 bar.update()
 

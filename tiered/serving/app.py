@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import html
+import json
 import re
 import threading
 import time
@@ -208,11 +209,16 @@ def refused(error: Exception) -> Response:
     """The response to a request that failed with `error`."""
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
-        return JSONResponse(body, error.status_code, error.headers)
+        return _json(body, error.status_code, error.headers)
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     status, body = error_reply(logged(error))
-    return JSONResponse(body, status, _HEADERS.get(status))
+    return _json(body, status, _HEADERS.get(status))
+
+
+def _json(body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None) -> Response:
+    """In ASCII: half a surrogate pair of a request comes back as it was written."""
+    return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
 async def _body_of(request: Request, most: int) -> bytes:

@@ -141,8 +141,11 @@ class Responder:
             else ResponseParts(self._tokenizer, template, call.prompts.rows()[0])
             for call in calls
         ]
-        how = {"ends": self._model.ends, "stop": parsed.stop, "most": parsed.most}
-        self._texts = [AnswerText(self._tokenizer, **how, special=parts is not None) for parts in self._parts]
+        how = {"stop": parsed.stop, "most": parsed.most}
+        self._texts = [
+            AnswerText(self._tokenizer, ends=call.options.ends(*self._model.ends), **how, special=parts is not None)
+            for call, parts in zip(calls, self._parts, strict=True)
+        ]
         kind = DraftStreamer if parsed.drafts else ChoiceStreamer
         self._requests: list[Request] = []
         try:

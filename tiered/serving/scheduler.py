@@ -71,6 +71,7 @@ class Scheduler:
         self._queue = RequestQueue(max_waiting)
         self._running: list[Request] = []
         self._thread: threading.Thread | None = None
+        self._cancelling = False
         self._full = False  # the next request had no room, and no request has ended since
         self._long: Request | None = None  # the request whose long forward is under way
 
@@ -141,6 +142,7 @@ class Scheduler:
         """`drain`, then wait for the running requests, or with `cancel` cancel them. A second call does nothing."""
         self.drain()
         if cancel:
+            self._cancelling = True  # for a request that is just beginning: it joins those that run
             for request in [*self._running]:
                 request.cancel()
         if self._thread is not None:
@@ -183,6 +185,8 @@ class Scheduler:
                 with self.counts.clock.of(Work.MODEL):
                     request.begin(self.runtime, waiting[: self.max_running - 1])
                 self._running.append(request)
+                if self._cancelling:
+                    request.cancel()
             except TierCapacityError as error:
                 self._full = bool(self._running) and self._queue.put_back(request)
                 if not self._full:

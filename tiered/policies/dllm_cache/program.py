@@ -61,7 +61,10 @@ class BranchStep:
         self._work = work
         self._start, self._stop = answer
         self._head = self._start - min(work.first)  # rows in front of the answer
-        self._block = (max(0, block[0] - self._start), block[1] - self._start)
+        # Its rows in the answer, at least the first: where a row predicts the next token, a block of one token may have
+        # its row in front of the answer.
+        first = max(0, block[0] - self._start)
+        self._block = (first, max(first + 1, block[1] - self._start))
 
     def expected_rows(self, span: int, layers: int) -> float:
         """Mean rows of the first sequence that a layer recomputes, of the `span` rows of the step."""

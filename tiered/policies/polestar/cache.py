@@ -186,8 +186,9 @@ class Refresh:
         stored = forward.stored if layer else None
         if stored is not None:
             for region, (rows, index, own) in enumerate(zip(pass_.hidden, indices, members, strict=True)):
-                everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
-                stored.store(layer, everything, rows[index.rows], index.centroids)
+                if index.clusters:
+                    everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
+                    stored.store(layer, everything, rows[index.rows], index.centroids)
         pass_ = forward.dense(layer, pass_)
         cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored, cache.of_output)
         return pass_
