@@ -285,6 +285,22 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(
     assert told.startswith("tiered: error: TIERED_API_KEY has characters") and told.count("\n") == 1 and key not in told
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("embedded", ["--commit", "foo"], "unknown commit rule 'foo'"),
+        ("embedded", ["--max-new-tokens", "33"], "33 is not a multiple of block_length = 32"),
+        ("embedded", ["--stop-tokens", "9999"], "stop_tokens [9999]"),
+        ("embedded-blocks", ["--block-length", "4"], "made for blocks of 8"),
+    ],
+)
+def test_defaults_that_no_request_could_have_are_refused_at_the_start(
+    model: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["serve", model, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_what_never_fits_is_refused_with_the_numbers(runtime: Runtime):
     cap = runtime.ledger.held(Tier.DEVICE) + (2 << 20)
     small = tiered.from_pretrained("embedded", policy="none", memory=MemoryBudget(device=cap))

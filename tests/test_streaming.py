@@ -186,7 +186,7 @@ def test_nothing_is_sent_past_an_answer_that_ends_inside_a_block(prompt: int, ne
 @pytest.mark.parametrize("lengths", [(8, 7), (8, 5), (12, 7)])
 def test_all_tokens_are_sent_where_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
     runtime = tiered.from_pretrained(GOLDENS / "sdar" / "sdar_tiny", dtype="float32")
-    batch, call = padded(*lengths), {"max_new_tokens": 8, "block_length": 4}
+    batch, call = padded(*lengths), dict[str, Any](max_new_tokens=8, block_length=4)
     longest = max(lengths)
     free = runtime.generate(**batch, **call, stop_at_eos=False).sequences[1, longest:]
     for token in free.unique().tolist():

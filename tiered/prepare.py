@@ -141,7 +141,7 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
     if unknown := [token for token in options.ends() if token >= model.shape.vocab_size]:
         raise ValueError(f"stop_tokens {unknown}: ids in [0, {model.shape.vocab_size}) are allowed")
     if rule.needs_shift and model.shape.block_causal:
-        fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
+        fitting = [of for of, own in COMMIT_RULES.items() if own.noise == {"mask"} and not own.needs_shift]
         raise ValueError(
             f"the commit rule {rule.name!r} compares attention over the whole canvas, but {name!r} is block-causal; "
             f"allowed: {', '.join(fitting)}"

@@ -64,6 +64,8 @@ def policy_options(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--policy-option {text!r}; NAME=VALUE is allowed")
+        if name in ("memory", *_OF_LOADING):
+            raise ValueError(f"--policy-option {text!r} is no option of a policy; use --{name.replace('_', '-')}")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:

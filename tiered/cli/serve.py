@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in LOCAL and key is None:
         print(f"tiered: {KEY} is not set: every client that can reach {args.host} is served", file=sys.stderr)
     with load_runtime(args) as runtime:
+        runtime.prepare("x", raw=True, **defaults)  # raises for what every request would be refused for
         of_scheduler = ("max_running", "max_waiting", "max_prefill_rows", "seconds")
         scheduler = Scheduler(runtime, **{name: getattr(args, name) for name in of_scheduler})
         of_request = ("body", "prompt_tokens", "answer_tokens", "choices")

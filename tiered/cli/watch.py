@@ -41,6 +41,8 @@ def check_watch_options(args: argparse.Namespace) -> None:
         raise ValueError("--slow and --watch-svg need --watch")
     if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
         raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
+    if args.watch_svg is not None and args.watch_svg.is_dir():
+        raise ValueError(f"--watch-svg {args.watch_svg} is a folder; the name of a file is allowed")
     if args.watch and (args.watch_svg is not None or _on_terminal()):
         with needing("watch"):
             import rich.live  # noqa: F401

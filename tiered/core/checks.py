@@ -78,7 +78,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
     if not names:
         return ValueError(f"unknown {kind} {name!r}; there is none")
     near = nearest(name, names)
-    guess = f"; did you mean {near!r}?" if near else ";"
+    guess = f"; did you mean {str(near)!r}?" if near else ";"
     return ValueError(f"unknown {kind} {name!r}{guess} allowed: {', '.join(names)}")
 
 
