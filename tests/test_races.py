@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -161,6 +162,28 @@ def sigint() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("load", ["polestar"], indirect=True)
+def test_closing_waits_for_a_call_whose_layers_are_streamed(load: Load):
+    begun = threading.Event()
+
+    class Begun:
+        def put(self, value: Tensor) -> None:
+            begun.set()
+
+        def end(self) -> None:
+            pass
+
+    runtime = load(MemoryBudget(device=least(load, weights=True)))
+    expected = runtime.generate(PROMPTS[1], **SIZES).sequences
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(runtime.generate, PROMPTS[1], **SIZES, streamer=Begun())
+        assert begun.wait(60)
+        runtime.close()
+        assert torch.equal(call.result().sequences, expected)
+    with pytest.raises(ValueError, match="the runtime is closed"):
+        runtime.generate(PROMPTS[1], **SIZES)
 
 
 @pytest.mark.usefixtures("sigint")

@@ -79,13 +79,15 @@ class CallContext:
         return self._loaded is None
 
     def close(self) -> None:
-        """Drop the model and the host memory that calls share, and release both in the ledger."""
-        self._loaded = None
-        if self._weights is not None:
-            self._weights.close()
-            self._weights = None
-        self._pool.close()
-        self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
+        """Drop the model and the host memory that calls share, and release both in the ledger. It waits while layers of
+        the weights are streamed to another thread."""
+        with self._turn.held():
+            self._loaded = None
+            if self._weights is not None:
+                self._weights.close()
+                self._weights = None
+            self._pool.close()
+            self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
     def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallShape:
         """The sizes of a call of this model; `more`: other fields of `CallShape`."""
@@ -155,6 +157,7 @@ class CallContext:
         with ExitStack() as own, ExitStack() as call:
             turn = own if reported is None else reported
             turn.enter_context(self._turn.held())
+            _ = self.model  # raises if another thread has closed the runtime meanwhile
             needed = self._settled(policy, sizes, inspected, beside, reported=reported is not None)
             key = object()
             self._under_way.add(key)

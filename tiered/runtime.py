@@ -96,8 +96,8 @@ class Runtime:
 
     @call_modes
     def close(self) -> None:
-        """Drop the model and the host memory that calls share, and release both in the ledger. A second call does
-        nothing.
+        """Drop the model and the host memory that calls share, and release both in the ledger. It waits for another
+        thread's call whose layers are streamed. A second call does nothing.
 
         The model's memory is freed with its last reference; on CUDA, torch's allocator keeps it. Later calls of this
         runtime, and of runtimes that `with_policy` made from it, raise `ValueError`.
