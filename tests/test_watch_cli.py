@@ -233,8 +233,7 @@ def test_a_picture_of_the_best_frame(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "watch.svg"
     assert main([*CALL, *UPDATES, "--watch", "--watch-svg", str(file)]) == 0
     assert "polestar" in file.read_text(encoding="utf-8")
-    file.unlink()
-    file.mkdir()  # nothing can be written there
+    (tmp_path / ".watch.svg.part").mkdir()  # under whose name it is written first
     assert main([*CALL, "--watch", "--watch-svg", str(file)]) == 0
     out, err = capsys.readouterr()
     assert out == 2 * ANSWER and "tiered: --watch-svg: " in err
