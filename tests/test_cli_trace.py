@@ -30,7 +30,7 @@ def test_a_trace_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ([PROMPT, "--out", "trace.txt"], "*.json or *.json.gz"),
         ([PROMPT, "--out", "no/such/folder/trace.json"], "no/such/folder"),
-        ([PROMPT, "--out", "folder.json"], "is a directory"),
+        ([PROMPT, "--out", "folder.json"], "is a folder"),
         ([PROMPT, "--out", "trace.json", "--prompt-file", "y"], "pass one of them"),
     ],
 )

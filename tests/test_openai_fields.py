@@ -1,10 +1,12 @@
 """What the bodies of OpenAI's endpoints may say: read under our names, or refused by theirs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from tiered.options import GenerationOptions
 from tiered.serving.openai_fields import Limits, ParsedRequest, read_body, read_json, sampler_seed
 from tiered.serving.prompts import RefusedBody
 
@@ -14,9 +16,28 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 LIMITS = Limits(answer_tokens=100, choices=4)
 
 
-def read(*, chat: bool = True, **body: Any) -> ParsedRequest:
+def read(*, chat: bool = True, defaults: Mapping[str, Any] | None = None, **body: Any) -> ParsedRequest:
     source = {"messages": HELLO} if chat else {"prompt": "hello"}
-    return read_body(source | body, chat=chat, defaults={"steps": 8}, limits=LIMITS, mask_token_id=3)
+    return read_body(source | body, chat=chat, defaults=defaults or {"steps": 8}, limits=LIMITS, mask_token_id=3)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {"confidence_threshold": 0.9, "confidence": "probability", "block_steps": 4, "temperature": 0.5}),
+        ({"threshold": 0.8}, {"confidence_threshold": 0.8, "confidence": "probability"}),
+        ({"commit": "static"}, {"commit": "static", "block_steps": 4, "temperature": 0.5}),
+        ({"commit": "static", "confidence": "margin"}, {"confidence": "margin"}),
+        ({"steps": 64}, {"confidence_threshold": 0.9, "steps": 64}),
+    ],
+)
+def test_a_choice_of_the_request_replaces_that_of_the_server(body: dict[str, Any], expected: dict[str, Any]):
+    defaults = {"confidence_threshold": 0.9, "confidence": "probability", "block_steps": 4, "temperature": 0.5}
+    found = read(**body, defaults=defaults).options
+    assert found.items() >= expected.items()
+    assert ("commit" in body) == ("confidence_threshold" not in found)
+    assert ("steps" in body) == ("block_steps" not in found)
+    GenerationOptions(**found)
 
 
 @pytest.mark.parametrize(

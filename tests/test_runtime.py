@@ -81,10 +81,6 @@ def test_figures_of_the_output(embedded: Runtime):
     out = dual.generate(prompt, max_new_tokens=32, output_history=True, stop_at_eos=False)
     assert out.num_forwards == out.forwards[0] == len(out.timings.steps) == sum(out.steps_by_kind.values()) == 32
     assert out.steps_by_kind == {"refresh": 1, "step": 31}
-    with pytest.warns(DeprecationWarning, match="is now steps_by_kind"):
-        assert out.passes == out.steps_by_kind
-    with pytest.warns(DeprecationWarning, match="is now rows_per_step"):
-        assert out.rows_per_forward == out.rows_per_step
     prompt_length = out.sequences.shape[1] - 32
     assert out.rows_per_step == [prompt_length + 32] + [32] * 31
     # Four digits; the end-of-sequence tokens behind them do not count.

@@ -174,6 +174,8 @@ class TestDevices:
         path = tmp_path / "rates.json"
         assert main(["rates", "--device", "cpu", "--out", str(path)]) == 0
         assert "GFLOP/s" in capsys.readouterr().out
+        assert main(["rates", "--device", "cpu", "--out", str(tmp_path)]) == 2
+        assert "is a folder" in capsys.readouterr().err and [*tmp_path.iterdir()] == [path]
         found = rates_of(path)
         assert found.measured and found.flops_per_second > 1e8 and "torch" in json.loads(path.read_text())
         made = tiered.plan("embedded", context=256, policy="fast_dllm_dual", device=str(path))

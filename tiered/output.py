@@ -1,6 +1,5 @@
 """The output of `generate`: answers, and the call's figures from the ledger and the clock."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,20 +100,6 @@ class GenerationOutput:
     weights: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
     thinking: list[str | None] | None = None
-
-    @property
-    def passes(self) -> dict[str, int]:
-        """Deprecated name of `steps_by_kind`."""
-        return self._renamed("passes", "steps_by_kind")
-
-    @property
-    def rows_per_forward(self) -> list[float]:
-        """Deprecated name of `rows_per_step`."""
-        return self._renamed("rows_per_forward", "rows_per_step")
-
-    def _renamed(self, old: str, new: str) -> Any:
-        warnings.warn(f"GenerationOutput.{old} is now {new}", DeprecationWarning, stacklevel=3)
-        return getattr(self, new)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures and the text in plain types for JSON, without ids and history."""

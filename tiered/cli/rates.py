@@ -7,8 +7,7 @@ from pathlib import Path
 from tiered.cli.printing import add_json, print_result
 
 DESCRIPTION = """Measure this machine's rates of matrix products, of its memory and of the link to the host, and the
-time
-of the smallest layer. `tiered plan --device FILE` estimates the time of calls from them."""
+time of the smallest layer. `tiered plan --device FILE` estimates the time of calls from them."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -24,13 +23,13 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tiered.core.checks import unknown_name
-    from tiered.core.whole_file import write_then_rename
+    from tiered.core.whole_file import check_new_file, write_then_rename
     from tiered.models.shape import BYTES_PER_ELEMENT
     from tiered.offload.device import pick_device
     from tiered.planning.machine_rates import machine_rates
 
-    if args.out is not None and not args.out.parent.is_dir():
-        raise FileNotFoundError(f"--out {args.out}: there is no directory {args.out.parent}")
+    if args.out is not None:
+        check_new_file("--out", args.out)
     device = pick_device(args.device)
     dtype = args.dtype if args.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
     if dtype not in BYTES_PER_ELEMENT:

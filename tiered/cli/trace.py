@@ -7,6 +7,7 @@ from pathlib import Path
 from tiered.cli.call import add_call, as_asked, load_runtime, of_prompts, read_prompts
 from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import progress_bar
+from tiered.core.whole_file import check_new_file
 
 SUFFIXES = (".json", ".json.gz")  # of files that Perfetto opens
 DESCRIPTION = """Answer prompts as `tiered generate` does, under torch's profiler, and write its trace: ranges by
@@ -43,7 +44,4 @@ def run(args: argparse.Namespace) -> int:
 def _check_path(path: Path) -> None:
     if not path.name.endswith(SUFFIXES) or path.name in SUFFIXES:
         raise ValueError(f"--out {path}: a file named *.json or *.json.gz is allowed")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
+    check_new_file("--out", path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiered.cli.call import of_prompts
 from tiered.core.extras import needing
+from tiered.core.whole_file import check_new_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +40,8 @@ def check_watch_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--slow {args.slow}; seconds from 0 on are allowed")
     if not args.watch and (args.slow is not None or args.watch_svg is not None):
         raise ValueError("--slow and --watch-svg need --watch")
-    if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
-        raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
-    if args.watch_svg is not None and args.watch_svg.is_dir():
-        raise ValueError(f"--watch-svg {args.watch_svg} is a folder; the name of a file is allowed")
+    if args.watch_svg is not None:
+        check_new_file("--watch-svg", args.watch_svg)
     if args.watch and (args.watch_svg is not None or _on_terminal()):
         with needing("watch"):
             import rich.live  # noqa: F401

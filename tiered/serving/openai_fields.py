@@ -14,6 +14,7 @@ from typing import Any
 from tiered.core.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
 from tiered.core.checks import check_integer, check_switch, nearest
 from tiered.core.errors import ContextLengthError
+from tiered.decoding.rules.registry import COMMIT_OPTIONS
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.inputs import Inputs
 from tiered.options import OPTION_NAMES
@@ -41,6 +42,8 @@ UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 _TEMPLATE = "chat_template_kwargs"
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
 _OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"))
+_STEPS = frozenset(("steps", "block_steps"))
+_OF_RULE = frozenset((*COMMIT_OPTIONS, "confidence", "remasking"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,7 @@ def _options(
             raise RefusedBody(f"{name} = {length}; at most {limits.answer_tokens} are allowed", name)
     if len({*lengths.values()}) > 1:
         raise RefusedBody(f"{lengths} are different lengths of an answer; give one", next(iter(lengths)))
-    options = {**defaults, **own}
+    options = {name: value for name, value in defaults.items() if not _replaced(name, own)} | own
     if not lengths or "max_new_tokens" in own:
         return options, None
     most = next(iter(lengths.values()))
@@ -201,6 +204,12 @@ def _options(
         block = min(most, DEFAULT_BLOCK_LENGTH)
     check_field("block_length", check_integer, block, least=1)
     return options | {"max_new_tokens": -(-most // block) * block}, most
+
+
+def _replaced(default: str, own: Mapping[str, Any]) -> bool:
+    """True if a request's options make another choice in place of an option of the server: by a commit rule of its own,
+    or another count of steps."""
+    return ("commit" in own and default in _OF_RULE) or (default in _STEPS and not _STEPS.isdisjoint(own))
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, str]:
