@@ -682,11 +682,12 @@ def test_a_pass_that_widens_allocates_what_it_books(
     generated(runtime, ids, **generation)
 
 
-def test_logits_allocate_what_they_book():
+@pytest.mark.parametrize("columns", [None, (190, 200)])
+def test_logits_allocate_what_they_book(columns: tuple[int, int] | None):
     runtime = Runtime(random_model(), policy=make_policy("none"))
     ids = torch.randint(0, 1000, (2, 200))
     runtime.ledger.restart_peaks()
     with Allocations() as allocated:
-        runtime.logits(ids)
+        runtime.logits(ids, columns=columns)
     booked = runtime.ledger.report().peak_device_bytes
     assert TIGHT * booked <= allocated.peak <= booked

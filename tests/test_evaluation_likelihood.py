@@ -83,10 +83,12 @@ def test_a_score_comes_near_and_is_the_same_however_it_is_batched(runtime: Runti
     assert one_at_a_time == pytest.approx(found, rel=1e-5)
 
 
-def test_a_single_token_is_exact(runtime: Runtime):
-    for token in (17, 60):
-        found, _ = Likelihood(runtime, mc_num=2).score(PREFIX, [token])
-        assert found == pytest.approx(any_order(runtime, PREFIX, [token]), rel=1e-5)
+def test_a_single_token_is_exact(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    expected, asked, logits = any_order(runtime, PREFIX, [17]), [], Runtime.logits
+    monkeypatch.setattr(Runtime, "logits", lambda self, ids, **how: asked.append(ids) or logits(self, ids, **how))
+    found, _ = Likelihood(runtime, mc_num=40, check_greedy=False).score(PREFIX, [17])
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert [len(ids) for ids in asked] == [1]  # all 40 masks are the same
 
 
 def test_whether_greedy_decoding_gives_it(runtime: Runtime):

@@ -302,6 +302,16 @@ def test_a_call_that_draws_nothing_leaves_torchs_stream_alone(embedded: Runtime)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_logits_of_some_columns(embedded: Runtime):
+    ids = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+    whole = embedded.logits(ids)
+    for first, end in ((0, 20), (0, 1), (17, 20), (4, 9)):
+        torch.testing.assert_close(embedded.logits(ids, columns=(first, end)), whole[:, first:end])
+    for columns in ((4, 4), (-1, 3), (18, 21)):
+        with pytest.raises(ValueError, match="0 <= first < end <= 20 is allowed"):
+            embedded.logits(ids, columns=columns)
+
+
 def test_logits_of_more_positions_than_the_model_has():
     runtime = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32")
     with pytest.raises(ValueError, match="1025 positions; the model was made for 1024"):

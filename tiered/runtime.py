@@ -269,10 +269,10 @@ class Runtime:
         noise_mask: Tensor | None = None,
         block_length: int | None = None,
         *,
+        columns: tuple[int, int] | None = None,
         token_type_ids: Ids | None = None,
-    ) -> Float[Tensor, "batch length vocab"]:
-        """float32 logits of all rows from one uncached forward. They may hold NaN and infinity, for which `generate`
-        raises.
+    ) -> Float[Tensor, "batch columns vocab"]:
+        """float32 logits from one uncached forward. They may hold NaN and infinity, for which `generate` raises.
 
         Logits of padding rows have no meaning. With a prediction shift (Dream), row r predicts token r + 1.
 
@@ -283,11 +283,12 @@ class Runtime:
                 None for no clean token, or in a causal context for all tokens before the last block.
             block_length: block length of a block-causal family, counted from each sequence's first token; None for the
                 one in config.json.
+            columns: first column with logits, and the one behind the last; None for all. Only these take memory.
 
         Raises:
             TierCapacityError: the step does not fit the budget.
             TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing or
-                differs from the checkpoint's.
+                differs from the checkpoint's; columns that the ids do not have.
         """
         ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         prompts, shape = self._read(None, ids), self.model.shape
@@ -295,10 +296,13 @@ class Runtime:
         check_positions(shape, length, "the ids make")
         clean = read_noise_mask(noise_mask, shape, (batch, length), self.device)
         block = read_block(block_length, shape, name=self.name)
-        with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, length)):
+        first, end = (0, length) if columns is None else columns
+        if not 0 <= first < end <= length:
+            raise ValueError(f"columns = {columns}; 0 <= first < end <= {length} is allowed")
+        with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, end - first)):
             forward = uncached(self._call, prompts, block)
             final = forward.limits.last_block() if clean is None else clean
-            return forward.logits(Pass(prompts.ids, forward.rows, slice(0, length), final=final))
+            return forward.logits(Pass(prompts.ids, forward.rows, slice(first, end), final=final))
 
     def _read(self, inputs: Inputs | None, ids: Mapping[str, Any], **how: Any) -> Prompts:
         prompts = read_inputs(

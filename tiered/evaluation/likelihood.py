@@ -3,7 +3,7 @@
     log p(x | c) >= -E_l E_m [ L / l · Σ over the l masked positions of -log p(x_i | c, unmasked positions) ]
 
 with l uniform in 1 … L and m any l of the L positions: LLaDA's estimator (arXiv 2502.09992). The bound is noisy, and
-takes `mc_num` uncached forwards over the whole text under any policy. Models of uniform noise (GIDD) need another
+takes up to `mc_num` uncached forwards over the whole text under any policy. Models of uniform noise (GIDD) need another
 bound.
 """
 
@@ -72,9 +72,10 @@ class Likelihood:
             )
         if not target:
             return 0.0, True
-        masks = draw_masks(len(target), self.mc_num, seed=self.seed)
+        # Short targets have few masks, and a mask that was drawn twice is computed once.
+        masks, counts = draw_masks(len(target), self.mc_num, seed=self.seed).unique(dim=0, return_counts=True)
         losses = torch.cat([self.losses(prefix, target, part) for part in masks.split(self.batch_size)])
-        bound = -float(losses.mean())
+        bound = -float(losses @ counts.to(losses)) / self.mc_num
         if not math.isfinite(bound):
             raise NonFiniteError("the bound on the log-probability", "cfg_scale is too large, or a weight is broken")
         return bound, self.check_greedy and self._is_greedy(prefix, target)
@@ -91,11 +92,11 @@ class Likelihood:
 
     def _logits(self, ids: Tensor, start: int) -> Float[Tensor, "draws length vocab"]:
         first, end = (column - self.runtime.model.shape.prediction_shift for column in (start, ids.shape[1]))
-        logits = self.runtime.logits(ids)[:, first:end]
+        logits = self.runtime.logits(ids, columns=(first, end))
         if not self.cfg_scale:
             return logits
         prefix = torch.arange(ids.shape[1], device=ids.device) < start
-        free = self.runtime.logits(ids.masked_fill(prefix, self.runtime.model.mask_token_id))[:, first:end]
+        free = self.runtime.logits(ids.masked_fill(prefix, self.runtime.model.mask_token_id), columns=(first, end))
         return free + (1 + self.cfg_scale) * (logits - free)
 
     def _is_greedy(self, prefix: Ids, target: Ids) -> bool:
