@@ -77,6 +77,11 @@ def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.Captur
         (["x", "--policy", "polestar", "--policy-option", "refresh_blocks=0"], "refresh_blocks = 0"),
         (["x", "--policy-option", "refresh_interval"], "NAME=VALUE"),
         (["x", "--policy-option", "memory=5MiB"], "is no option of a policy; use --memory"),
+        (["x", "--policy", "polestar", "--policy-option", "clusters=" + "[" * 100_000], "clusters = '[[["),
+        (
+            ["x", "--editing-threshold", "0.9"],
+            "'joint_threshold', which takes editing_threshold, also needs confidence_",
+        ),
         (["x", "--weights", "int5"], "did you mean 'int8'?"),
         (["x", "--watch", "--watch-svg", "/"], "--watch-svg / is a folder"),
         (["x", "--model", "no/such-model"], "hf download no/such-model"),
@@ -93,6 +98,21 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("tiered: error: ") and message in err
+
+
+def test_bytes_that_are_no_text_and_streams_that_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "prompts"
+    path.write_bytes(b"sort: \xff")
+    assert main(["generate", "--prompt-file", str(path)]) == 2
+    assert f"{path} is not text: 'utf-8'" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate"]) == 2
+    assert "no prompt; give one" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "x"]) == 2
+    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -125,6 +125,8 @@ def test_a_stream_brings_what_is_final_and_the_sums(client: openai.OpenAI, runti
 
 
 def test_a_stop_string_ends_an_answer_and_what_it_holds(client: openai.OpenAI, served: Served):
+    counts = served.scheduler.counts
+    ended, tokens = counts.ended.copy(), counts.tokens
     answer = client.chat.completions.create(
         model="embedded", messages=chat(PROMPTS[2]), max_tokens=TOKENS, stop=[" Vera"]
     )
@@ -134,6 +136,7 @@ def test_a_stop_string_ends_an_answer_and_what_it_holds(client: openai.OpenAI, s
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("Tara Uma Vera", "length")
     served.held()
     assert not served.scheduler.running
+    assert counts.ended - ended == {"done": 2} and counts.tokens == tokens + 5
 
 
 @pytest.mark.parametrize("stop_at_eos", [True, False])
@@ -209,6 +212,7 @@ def test_bytes_of_streamed_weights_are_among_those_that_moved():
         ({"json": {"messages": chat("x" * 21_000)}}, 413, None, "larger than 20000 bytes"),
         ({"content": "{", "headers": JSON}, 400, None, "not JSON"),
         ({"content": "{}", "headers": {"Content-Type": "text/plain"}}, 415, None, "Content-Type is 'text/plain'"),
+        ({"content": b"{}", "headers": {}}, 415, None, "Content-Type is missing"),
         ({"json": {}, "headers": {"Host": "evil.example"}}, 400, None, "names 'evil.example'; allowed: 127.0.0.1"),
         ({"url": "/nothing", "json": {}}, 404, None, "Not Found"),
         ({"method": "PUT", "json": {}}, 405, None, "Method Not Allowed"),

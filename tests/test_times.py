@@ -181,7 +181,19 @@ class TestDevices:
         made = tiered.plan("embedded", context=256, policy="fast_dllm_dual", device=str(path))
         assert made.rates == found and "measured rates" in str(made) and "ESTIMATE" not in str(made)
 
-    @pytest.mark.parametrize("text", ["{}", "no", '{"rates": {"flops_per_second": 0}}', '{"rates": 3}'])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("{}", "no", '{"rates": {"flops_per_second": 0}}', '{"rates": 3}', "[" * 100_000),
+            *(
+                json.dumps(
+                    {"rates": {"flops_per_second": 1, "bytes_per_second": 1, "link_bytes_per_second": 1} | wrong}
+                )
+                for wrong in ({"attention_flops_per_second": 0}, {"layer_seconds": float("nan")}, {"half_rows": -1})
+            ),
+        ],
+        ids=lambda text: text[-40:],
+    )
     def test_what_holds_no_rates_is_named(self, tmp_path: Path, text: str):
         path = tmp_path / "rates.json"
         path.write_text(text)

@@ -119,7 +119,7 @@ def from_pretrained(
         shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
     )
     savings = code_savings(Workload(row_schedule("none"), small), budget)
-    for why in (_too_large(budget, target), savings and f"of a context of {small.context} tokens: {savings}"):
+    for why in (_too_large(budget, target), savings and f"in a call of {small.context} tokens, {savings}"):
         if why:
             warnings.warn(why, stacklevel=2)
     of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)

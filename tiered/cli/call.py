@@ -88,7 +88,7 @@ def _add_late(parser: argparse.ArgumentParser) -> None:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         read = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from None
     if not isinstance(read, dict):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is a {type(read).__name__}; a JSON object is allowed")
@@ -124,10 +124,14 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         raise ValueError("prompts are given as arguments and as --prompt-file; pass one of them")
     if args.prompts:
         return args.prompts
-    if args.prompt_file is None and sys.stdin.isatty():
+    if args.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("no prompt; give one as an argument, in a --prompt-file, or on standard input")
-    text = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else sys.stdin.read()
+    source = args.prompt_file or "standard input"
+    try:
+        text = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not text: {error}") from None
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise ValueError(f"{args.prompt_file or 'standard input'} holds no prompt")
+        raise ValueError(f"{source} holds no prompt")
     return prompts

@@ -68,6 +68,6 @@ def policy_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--policy-option {text!r} is no option of a policy; use --{name.replace('_', '-')}")
         try:
             options[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             options[name] = value
     return options

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with _interrupts_stay_interrupts(), _warnings_without_source():
+            if sys.stdout is None:
+                raise OSError("standard output is closed")
             try:
                 args = build_parser().parse_args(argv)
                 return args.run(args)

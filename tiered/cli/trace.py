@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     runtime = load_runtime(args)
     with progress_bar(options) as streamer:
         call = trace_call(runtime, prompts, **of_prompts(args), streamer=streamer, **options)
-    write_trace(args.out, call.trace)
     found = {"trace": str(args.out), "operations": [asdict(time) for time in call.ops], **call.out.as_dict()}
     print_result(args, trace_report(call), as_asked(args, prompts, options) | found)
+    write_trace(args.out, call.trace)  # after the answer, which is not lost if the disk is full
     return 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tiered.core.checks import check_number, unknown_name
+from tiered.core.checks import check_integer, check_number, unknown_name
 from tiered.kernels.row_code import WeightCode
 
 # Shares of a datasheet's figures: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of
@@ -103,7 +103,11 @@ def rates_of(device: str | Path) -> Rates:
         given = {each.name: found[each.name] for each in fields(Rates) if each.name in found}
         for figure in ("flops_per_second", "bytes_per_second", "link_bytes_per_second"):
             check_number(figure, given[figure], least=1.0)
-    except (ValueError, TypeError, KeyError) as error:
+        more = {"attention_flops_per_second": 1.0, "half_rows": 0.0, "attention_half_rows": 0.0, "layer_seconds": 0.0}
+        for figure, least in more.items():
+            check_number(figure, given.get(figure, least), least=least)
+        check_integer("multiprocessors", given.get("multiprocessors", 0), least=0)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"device = {str(device)!r} holds no rates; write the file by `tiered rates --out`: {error}"
         ) from error

@@ -224,7 +224,9 @@ def _json(body: Mapping[str, Any], status: int, headers: Mapping[str, str] | Non
 async def _body_of(request: Request, most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers need the server's consent to send this type across sites
-        raise RefusedBody(f"Content-Type is {kind or 'missing'!r:.80}; application/json is allowed", status=415)
+        raise RefusedBody(
+            f"Content-Type is {repr(kind) if kind else 'missing':.80}; application/json is allowed", status=415
+        )
     parts, size = [], 0
     try:
         async with asyncio.timeout(_BODY_SECONDS):

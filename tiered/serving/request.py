@@ -57,7 +57,8 @@ class Request:
         number: number by arrival, from 0.
         call: the prepared call.
         state: state of the request.
-        output: output of the call; None unless the request is done.
+        output: output of the call; None unless the call ran to its end.
+        enough: tokens of an answer that was complete before the call's end; None if none was.
         error: error of the request; None unless it ended with one.
         arrived, ended: seconds of `time.monotonic`; `ended` is None before the end.
         asked: the next pass, and the layers that it goes through, or a tensor to read before it; None if there is
@@ -84,6 +85,7 @@ class Request:
         self.asked: Asked | Tensor | None = None
         self.turn = -1
         self._streamer, self._on_end, self._seconds = streamer, on_end, seconds
+        self.enough: int | None = None
         self._cancelled = False
         self._held = ExitStack()
         self._steps: Asking[GenerationState] | None = None
@@ -96,8 +98,12 @@ class Request:
     def over(self) -> bool:
         return self.state not in (RequestState.WAITING, RequestState.RUNNING)
 
-    def cancel(self) -> None:
-        """End the request and free its memory before its next step. A finished request does not change."""
+    def cancel(self, *, enough: int | None = None) -> None:
+        """End the request and free its memory before its next step. A finished request does not change.
+
+        `enough`: number of tokens that are the answer. The request is then done, not cancelled.
+        """
+        self.enough = self.enough if enough is None else enough
         self._cancelled = True
 
     def why_leave(self) -> CancelledRequest | RequestTimeout | None:
@@ -133,13 +139,17 @@ class Request:
             self._end(RequestState.DONE)
 
     def leave(self, error: Exception) -> None:
-        """End the request with an error and free its memory."""
+        """End the request with an error, or without one if it was cancelled with `enough`, and free its memory."""
         states = {CancelledRequest: RequestState.CANCELLED, RequestTimeout: RequestState.LATE}
-        self.error = error
+        state = states.get(type(error), RequestState.FAILED)
+        if state is RequestState.CANCELLED and self.enough is not None:
+            state = RequestState.DONE
+        else:
+            self.error = error
         try:
             self._free()
         finally:
-            self._end(states.get(type(error), RequestState.FAILED))
+            self._end(state)
 
     def _free(self) -> None:
         self.asked = None

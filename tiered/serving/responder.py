@@ -216,7 +216,7 @@ class Responder:
                     case Final():
                         yield happens, text.put(happens.ids)
                         if text.ended is not None:  # a stop string or the last token: the rest is not needed
-                            self._requests[index].cancel()
+                            self._requests[index].cancel(enough=text.tokens)
                             left.discard(index)
                             yield Finished(index), ""
                     case Draft():

@@ -26,7 +26,7 @@ from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.counts import Counts, Work
-from tiered.serving.request import ClosedError, Request, RequestQueue
+from tiered.serving.request import ClosedError, Request, RequestQueue, RequestState
 
 _LOG = logging.getLogger(__name__)
 
@@ -292,3 +292,5 @@ class Scheduler:
         except Exception:
             _LOG.exception("a callback of %r failed", request)
         self.counts.ended[request.state] += 1
+        if request.state is RequestState.DONE:
+            self.counts.tokens += request.enough or 0

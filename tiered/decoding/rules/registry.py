@@ -49,7 +49,7 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
     if commit is None:
         fitting = [name for name, rule in COMMIT_RULES.items() if _fits(rule, options)]
         if not fitting:
-            raise ValueError(f"no commit rule has {' and '.join(sorted(options))} together; give one of them")
+            raise ValueError(_why_none_fits(options))
         commit = fitting[0]
     if not isinstance(commit, str):
         raise TypeError(f"commit is the name of a rule or a CommitRule, not {commit!r}")
@@ -67,6 +67,15 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
 def fitting_rules(noise: str, *, rewriting: bool = True) -> list[str]:
     """The rules for models of this noise process, plain ones first; those that rewrite tokens only if `rewriting`."""
     return [name for name, rule in COMMIT_RULES.items() if noise in rule.noise and (rewriting or not rule.rewrites)]
+
+
+def _why_none_fits(options: Mapping[str, float]) -> str:
+    given = " and ".join(sorted(options))
+    for name, rule in COMMIT_RULES.items():
+        if options.keys() <= {field.name for field in fields(rule)}:
+            lacking = (field.name for field in fields(rule) if field.default is MISSING and field.name not in options)
+            return f"the commit rule {name!r}, which takes {given}, also needs {' and '.join(lacking)}"
+    return f"no commit rule has {given} together; give one of them"
 
 
 def _fits(rule: type[CommitRule], options: Mapping[str, float]) -> bool:
