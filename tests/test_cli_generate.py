@@ -80,7 +80,7 @@ def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.Captur
         (["x", "--policy", "polestar", "--policy-option", "clusters=" + "[" * 100_000], "clusters = '[[["),
         (
             ["x", "--editing-threshold", "0.9"],
-            "'joint_threshold', which takes editing_threshold, also needs confidence_",
+            "which takes editing_threshold, also needs confidence_threshold",
         ),
         (["x", "--weights", "int5"], "did you mean 'int8'?"),
         (["x", "--watch", "--watch-svg", "/"], "--watch-svg / is a folder"),

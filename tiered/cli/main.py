@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         with _interrupts_stay_interrupts(), _warnings_without_source():
-            if sys.stdout is None:
+            output: object = sys.stdout
+            if output is None:
                 raise OSError("standard output is closed")
             try:
                 args = build_parser().parse_args(argv)
