@@ -464,6 +464,8 @@ def test_bad_ids(runtime: Runtime, inputs: Any, mask: Any, error: type[Exception
         ([[]], TypeError, ["a chat is a non-empty list", "[]"]),
         (["copy: Ada", 7], TypeError, ["a chat is a non-empty list", "'copy: Ada'"]),
         ([{"role": "user"}], TypeError, ["'role' and 'content'", "{'role': 'user'}"]),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], TypeError, ["'image_url'; 'text' is allowed"]),
+        ([{"role": "user", "content": None}], TypeError, ["content is text, not None"]),
         ([CHAT, [{"content": "copy: Ada"}]], TypeError, ["'role' and 'content'", "{'content': 'copy: Ada'}"]),
         ({"role": "user", "content": "copy: Ada"}, TypeError, ["chat messages", "dict"]),
         (["copy: Ada", "copy: \ud83d"], ValueError, ["'\\ud83d' at character 6", "surrogate", "'copy: \\ud83d'"]),

@@ -84,6 +84,9 @@ def test_the_first_and_the_last_id_are_allowed():
     assert read(torch.tensor([[0, 127]])).ids.tolist() == [[0, 127]]
 
 
+PARTS = [{"type": "text", "text": "copy: "}, {"type": "text", "text": "Ada"}]
+
+
 def chat(text: str, *turns: str) -> list[dict[str, str]]:
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate((text, *turns))]
@@ -107,8 +110,9 @@ def chat(text: str, *turns: str) -> list[dict[str, str]]:
             [chat("copy: Ada"), tuple(chat("sort: Nora Ben Ivan"))],
             ["<|user|>copy: Ada<|assistant|>", "<|user|>sort: Nora Ben Ivan<|assistant|>"],
         ),
+        ([{"role": "user", "content": PARTS}], ["<|user|>copy: Ada<|assistant|>"]),
     ],
-    ids=["string", "one string", "tuple", "chat", "turns", "chats"],
+    ids=["string", "one string", "tuple", "chat", "turns", "chats", "parts"],
 )
 def test_text(tokenizer: PreTrainedTokenizerBase, inputs: Any, meant: list[str]):
     prompts = read(inputs, tokenizer=tokenizer)

@@ -19,6 +19,14 @@ def test_unknown_name(name: object, message: str):
     assert str(unknown_name("commit rule", name, ["threshold", "static"])) == message
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_length", "max_new_tokens"), ("do_sample", "temperature"), ("prompt", None)]
+)
+def test_names_of_other_libraries(name: str, meant: str | None):
+    allowed = ["min_length", "max_new_tokens", "cfg_scale", "temperature", "prompt_cache_key"]
+    assert (f"did you mean {meant!r}?" in str(unknown_name("option", name, allowed))) == (meant is not None)
+
+
 def test_where_there_is_no_name():
     assert str(unknown_name("option of policy 'none'", "window", [])) == (
         "unknown option of policy 'none' 'window'; there is none"

@@ -193,8 +193,7 @@ def _encode(
         chats: list[Any] = [[{"role": "user", "content": text}] for text in inputs]
     else:
         chats = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
-    for chat in chats:
-        _check_chat(chat)
+    chats = [_checked_chat(chat) for chat in chats]
     if raw:
         raise TypeError("raw = True is for strings; chats need the chat template")
     if not tokenizer.chat_template:
@@ -244,12 +243,30 @@ def _check_text(text: str) -> None:
         )
 
 
-def _check_chat(chat: object) -> None:
+def message_text(content: object) -> str:
+    """The text of a message: a string, or OpenAI's content parts, all of text. Raises `TypeError` for another part."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise TypeError(f"content is text, not {content!r:.80}")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            allowed = "'text' is allowed, files, images and URLs are not"
+            raise TypeError(f"a content part is of type {kind!r:.80}; {allowed}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _checked_chat(chat: object) -> list[dict[str, Any]]:
+    """A chat whose messages hold text."""
     if not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
         raise TypeError(f"a chat is a non-empty list of messages with 'role' and 'content', not {chat!r:.80}")
     for message in chat:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise TypeError(f"a chat message is a mapping with 'role' and 'content', not {message!r:.80}")
+    return [{**message, "content": message_text(message["content"])} for message in chat]
 
 
 def check_readable(name: str, tensor: Tensor) -> None:

@@ -10,6 +10,19 @@ from typing import Any
 # become 0.
 FLOAT32_LEAST, FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
+# Names in transformers and vLLM, by what does their work here.
+_ELSEWHERE = {
+    "max_length": "max_new_tokens",
+    "do_sample": "temperature",
+    "ignore_eos": "stop_at_eos",
+    "torch_dtype": "dtype",
+    "load_in_4bit": "weights",
+    "load_in_8bit": "weights",
+    "kv_cache_dtype": "kv",
+    "gpu_memory_utilization": "memory",
+    "max_memory": "memory",
+}
+
 
 def plain_number(value: Any) -> Any:
     """An integer or real number of another library, such as numpy, as a Python number, which does not overflow. Other
@@ -83,7 +96,10 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str | None:
-    """The one of `allowed` that is most similar to `name`, in any case; None if no one is similar."""
+    """The one of `allowed` that does the work of `name` elsewhere, or is most similar to it, in any case; None if no
+    one is."""
     by_lower_case = {known.lower(): known for known in allowed}
-    near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1, cutoff=0.5)
+    if (ours := _ELSEWHERE.get(str(name))) in by_lower_case:
+        return ours
+    near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1)
     return by_lower_case[near[0]] if near else None

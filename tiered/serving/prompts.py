@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tiered.inputs import Inputs
+from tiered.inputs import Inputs, message_text
 from tiered.models.response import THINKING
 
 _MOST_STOPS, _MOST_STOP_LENGTH = 4, 256
@@ -68,19 +68,10 @@ def _message(message: object) -> dict[str, str]:
 
 
 def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RefusedBody(f"content is text, not {content!r:.80}", "messages")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RefusedBody(
-                f"a content part is of type {kind!r:.80}; 'text' is allowed, files, images and URLs are not", "messages"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+    try:
+        return message_text(content)
+    except TypeError as error:
+        raise RefusedBody(str(error), "messages") from None
 
 
 def read_prompts(prompt: object) -> list[Inputs]:
