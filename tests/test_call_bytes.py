@@ -299,6 +299,14 @@ def test_tiles_of_logits_hold_no_more_than_is_booked(case: str, model: str, monk
     assert out.memory.peak_device_bytes < 2 * 256 * vocabulary * 4
 
 
+def test_steps_that_skip_guidance_have_tiles_in_a_call_without_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.models.shape.WHOLE_LOGITS", 2**18)
+    monkeypatch.setitem(CALLS, "unguided", {"prompt": 16, "max_new_tokens": 256, "block_length": 256, "steps": 2})
+    ids, generation = call_of("unguided")
+    model = random_model(**MODELS["wide vocabulary"])
+    generated(Runtime(model, policy=make_policy("dllm_cache", guidance_interval=2)), ids, 0.5, **generation)
+
+
 # Passes over chosen rows: how tight, the policy's options, the call.
 BRANCHES: dict[str, tuple[float, dict[str, Any], dict[str, Any]]] = {
     "most rows": (0.95, {"update_ratio": 0.95}, {"prompt": 8, "max_new_tokens": 160}),
@@ -683,7 +691,11 @@ def test_a_pass_that_widens_allocates_what_it_books(
 
 
 @pytest.mark.parametrize("columns", [None, (190, 200)])
-def test_logits_allocate_what_they_book(columns: tuple[int, int] | None):
+@pytest.mark.parametrize("tiles", [False, True])
+def test_logits_allocate_what_they_book(tiles: bool, columns: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch):
+    if tiles:  # for a call of `generate`
+        for name, most in (("WHOLE_LOGITS", 2**10), ("TILE_LOGITS", 2**10), ("VOCABULARY_TILE", 64)):
+            monkeypatch.setattr(f"tiered.models.shape.{name}", most)
     runtime = Runtime(random_model(), policy=make_policy("none"))
     ids = torch.randint(0, 1000, (2, 200))
     runtime.ledger.restart_peaks()

@@ -299,7 +299,8 @@ class Runtime:
         first, end = (0, length) if columns is None else columns
         if not 0 <= first < end <= length:
             raise ValueError(f"columns = {columns}; 0 <= first < end <= {length} is allowed")
-        with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, end - first)):
+        sizes = self._call.sizes(batch, length, end - first, whole_logits=True)
+        with self._call.booked(row_schedule("none"), sizes):
             forward = uncached(self._call, prompts, block)
             final = forward.limits.last_block() if clean is None else clean
             return forward.logits(Pass(prompts.ids, forward.rows, slice(first, end), final=final))

@@ -92,7 +92,7 @@ def _soft_buffers(sizes: CallShape) -> list[Buffer]:
 def logit_buffers(sizes: CallShape, rows: int, *, whole: bool = False) -> list[Buffer]:
     """Logits of up to `rows` rows of each sequence, and the temporaries of the head and of proposing. `whole`: whether
     logits are never in tiles."""
-    if sizes.shape.noise == "random":
+    if sizes.shape.noise == "random" and not whole:
         return _sum_buffers(sizes, rows)
     vocab, of_rows = sizes.shape.vocab_size, sizes.sequences * rows
     buffers: list[Buffer] = []

@@ -75,6 +75,7 @@ class CallShape:
         sampled: whether proposing takes more than the logits: tokens are drawn at a temperature above 0, the
             distribution is cut, or its entropy is the confidence.
         compared: whether the last layer's attention of the block is kept, for a commit rule that needs its shift.
+        whole_logits: whether the call returns its logits, which then are never in tiles.
         gpu: GPU of the call; None on the CPU, whose libraries need no workspace.
     """
 
@@ -89,6 +90,7 @@ class CallShape:
     guidance: bool = False
     sampled: bool = False
     compared: bool = False
+    whole_logits: bool = False
     gpu: Gpu | None = None
 
     @property

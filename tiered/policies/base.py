@@ -171,7 +171,8 @@ class Policy(ABC):
         needs = self.needs(sizes)
         logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
         keeps_difference = sizes.guidance and needs.skips_guidance
-        buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows, keeps_difference)
+        whole = keeps_difference or sizes.whole_logits
+        buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows, whole)
         if keeps_difference:  # for steps without the unconditional half
             difference = (sizes.batch, logit_rows, sizes.shape.vocab_size)
             buffers.append(Buffer("difference of guidance", Account.LOGITS, difference, "float32"))

@@ -88,7 +88,7 @@ class Clocks(PolicyState):
             step.over(min(work.first), stop, kind),
             program=self.program(work, step),
             refreshed=tuple(whole[:batch]),
-            guided=tuple(guided) if policy.guidance_interval > 1 else None,
+            guided=tuple(guided) if step.guidance and policy.guidance_interval > 1 else None,
         )
 
     def keep(self, sequences: list[int]) -> None:
