@@ -17,6 +17,8 @@ from training.tasks import Example, sample, score
 
 import tiered
 from tiered.core.byte_size import format_bytes
+from tiered.core.checks import check_integer
+from tiered.core.whole_file import check_new_file
 
 # One token a forward, as the official samplers do it; and every token that is confident enough.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -87,6 +89,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     parser.add_argument("--rounds", type=int, default=1, help="how often each policy answers (default: 1)")
     arguments = parser.parse_args()
+    check_integer("rounds", arguments.rounds, least=1)
+    if arguments.out:
+        check_new_file("--out", arguments.out)
     runtime, results = tiered.from_pretrained("embedded"), {}
     shape = runtime.model.shape
     print(f"embedded model: {shape.parameters:,} parameters, {shape.layers} layers, on {runtime.device}")

@@ -46,9 +46,11 @@ MAIN = ("fastest", "pareto", "right_by_rows", "accuracy", "bytes_over_steps")  #
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help="with a folder for each study")
+    parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help="holds a folder for each study")
     parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the report (default: report in --results)")
     args = parser.parse_args(argv)
+    if not args.results.is_dir():
+        parser.error(f"--results {args.results}: there is no such folder")
     out = args.out or args.results / "report"
     studies = dict.fromkeys(study for each in PICTURES for study in each.studies)
     sources = {study: read_source(args.results, study) for study in studies}

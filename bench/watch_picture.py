@@ -3,6 +3,7 @@
 A call is watched, and each of its frames is drawn as `tiered generate --watch` draws it, with a caption at each line.
 """
 
+import argparse
 import io
 from collections.abc import Sequence
 from html import escape
@@ -107,6 +108,7 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]).parse_args()
     text = picture()
     write_then_rename(PAGE, lambda part: part.write_text(text, encoding="utf-8"))
     print(f"{PAGE}: {len(text)} bytes")

@@ -488,7 +488,7 @@ def test_a_call_that_the_host_has_no_room_for_is_refused_with_a_host_that_fits(d
     options: dict[str, Any] = {"max_new_tokens": 64, "steps": 2, "block_length": 32, "stop_at_eos": False}
     needed = planned(budgeted("many clusters", UNCAPPED, n_layers=6), 364)
     runtime = budgeted("many clusters", MemoryBudget(device=needed[Tier.DEVICE], host=1, **given), n_layers=6)
-    with pytest.raises(TierCapacityError, match=r'pass host="') as caught:
+    with pytest.raises(TierCapacityError, match=r'a budget of "') as caught:
         runtime.generate(ids, **options)
     assert caught.value.tier is Tier.HOST and caught.value.total == needed[Tier.HOST]
     enough = MemoryBudget(device=needed[Tier.DEVICE], host=caught.value.total, **given)

@@ -28,7 +28,10 @@ GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
 
 # By type, what one is made with, and part of what it says.
 ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
-    TierCapacityError: ((3000, 1000, Tier.HOST, "", 36 << 10), '36.00 KiB in all: pass host="36KiB" or more'),
+    TierCapacityError: (
+        (3000, 1000, Tier.HOST, "", 36 << 10),
+        '36.00 KiB in all: a budget of "36KiB" or more is enough',
+    ),
     NonFiniteError: (
         ("the weight w", "load float32", [1], torch.arange(3)),
         "the weight w is not finite; load float32",
@@ -72,7 +75,7 @@ def test_out_of_a_process():
     """What a pool's process refuses reaches whoever waits, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         small, large = (Ledger(MemoryBudget(device=cap)) for cap in (1, 2))
-        with pytest.raises(TierCapacityError, match='pass device="2B" or more') as caught:
+        with pytest.raises(TierCapacityError, match='a budget of "2B" or more') as caught:
             pool.submit(small.allocate, {Account.WEIGHTS: 2}).result(60)
         assert (caught.value.needed, caught.value.available, caught.value.tier) == (2, 1, Tier.DEVICE)
         assert pool.submit(large.allocate, {Account.WEIGHTS: 2}).result(60) is None
@@ -101,10 +104,10 @@ def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list
             sequences = load(memory=memory).generate(IDS, **CALL).sequences
             break
         except TierCapacityError as error:
-            (found,) = re.findall(r'in all: pass (\w+)="(\w+)" or more; ', str(error))
-            assert found[0] == error.tier and error.total is not None
+            (found,) = re.findall(r'in all: a budget of "(\w+)" or more is enough; ', str(error))
+            assert error.total is not None
             assert error.total - error.needed == (getattr(memory, error.tier) or 0) - error.available
-            memory = replace(memory, **{found[0]: found[1]})
+            memory = replace(memory, **{error.tier: found})
             assert error.total <= getattr(memory, error.tier) <= 1.1 * error.total
             asked.append(error.tier)
     assert asked == tiers and torch.equal(sequences, expected)

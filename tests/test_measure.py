@@ -101,6 +101,14 @@ def test_rows_that_rest_on_something_else_are_put_aside(run, tmp_path: Path, cha
     assert (tmp_path / "out" / "rows.2.parquet").read_text() == "mine"
 
 
+def test_rows_of_another_model_stay(run, tmp_path: Path):
+    run("--policy", "none", "--model", "embedded")
+    old = rows_of(tmp_path / "out")
+    other = run("--policy", "none", "--model", "embedded-fresh")
+    assert len(other.begun) == 1 and other.last["skipped"] == {}
+    assert all(row in rows_of(tmp_path / "out") for row in old) and len(rows_of(tmp_path / "out")) == 2 * len(old)
+
+
 def test_runs_are_interleaved(run, tmp_path: Path):
     begun = run("--runs", "3", "--policy", "none,polestar").begun
     order = [key for key, *_ in begun]

@@ -20,8 +20,9 @@ from measuring.table import Row, read_table, write_table
 from tiered.core.whole_file import write_then_rename
 
 TABLE, POINTS = "rows.parquet", "points"
-# Settings that all rows of a table share, or are not to be compared.
-BASIS = ("weights_sha256", "device", "threads", "seed")
+WEIGHTS = "weights_sha256"
+# Settings that all rows of a table share, the weights all rows of a model, or they are not to be compared.
+BASIS = (WEIGHTS, "device", "threads", "seed")
 
 
 class Store:
@@ -101,10 +102,15 @@ class Store:
         if about["study"] != self._study:
             raise ValueError(f"of the study {about['study']!r}, not {self._study!r}")
         for name in BASIS:
-            asked = [point.settings[name] for point in self._points.values() if name in point.settings]
-            other = next((row[name] for row in rows if name in row and asked and row[name] not in asked), None)
-            if other is not None:
-                raise ValueError(f"of {name} {other}, where {asked[0]} is asked for")
+            asked: dict[object, list[object]] = {}
+            for point in self._points.values():
+                if name in point.settings:
+                    model = point.settings.get("model") if name == WEIGHTS else None
+                    asked.setdefault(model, []).append(point.settings[name])
+            for row in rows:
+                of_model = asked.get(row.get("model") if name == WEIGHTS else None, [])
+                if name in row and of_model and row[name] not in of_model:
+                    raise ValueError(f"of {name} {row[name]}, where {of_model[0]} is asked for")
         for row in rows:
             into.setdefault((row["point"], row["run"]), []).append(row)
         self.stamps |= about["stamps"]

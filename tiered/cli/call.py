@@ -114,8 +114,10 @@ def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str,
 
 def load_runtime(args: argparse.Namespace) -> "Runtime":
     from tiered.loading import from_pretrained
+    from tiered.policies.registry import make_policy
 
-    return from_pretrained(args.model, **loading_options(args), **policy_options(args))
+    policy = make_policy(args.policy, **policy_options(args))
+    return from_pretrained(args.model, **loading_options(args) | {"policy": policy})
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -131,7 +133,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         text = args.prompt_file.read_text(encoding="utf-8") if args.prompt_file else sys.stdin.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not text: {error}") from None
-    prompts = [line for line in text.split("\n") if line.strip()]
+    # An editor may have marked the file as UTF-8 by its first character.
+    prompts = [line for line in text.removeprefix("\ufeff").split("\n") if line.strip()]
     if not prompts:
         raise ValueError(f"{source} holds no prompt")
     return prompts

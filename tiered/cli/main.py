@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             output: object = sys.stdout
             if output is None:
                 raise OSError("standard output is closed")
+            if isinstance(output, io.TextIOWrapper):  # help and answers may have characters that a terminal has not
+                output.reconfigure(errors="backslashreplace")
             try:
                 args = build_parser().parse_args(argv)
                 return args.run(args)

@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_integer("port", args.port, least=0, most=65535)
     check_number("grace", args.grace, least=0.0)
-    for name in ("max_body", "max_answer_tokens", "max_choices"):
+    check_number("seconds", args.seconds, least=0.0)
+    for name in ("max_body", "max_answer_tokens", "max_choices", "max_running", "max_waiting", "max_prefill_rows"):
         check_integer(name, getattr(args, name), least=1)
     if args.max_prompt_tokens is not None:
         check_integer("max_prompt_tokens", args.max_prompt_tokens, least=1)
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:
         print(f"tiered: {KEY} is not set: every client that can reach {args.host} is served", file=sys.stderr)
-    with load_runtime(args) as runtime:
+    with listen(args.host, args.port) as listening, load_runtime(args) as runtime:
         runtime.prepare("x", raw=True, **defaults)  # raises for what every request would be refused for
         of_scheduler = ("max_running", "max_waiting", "max_prefill_rows", "seconds")
         scheduler = Scheduler(runtime, **{name: getattr(args, name) for name in of_scheduler})
@@ -81,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
             hosts=LOCAL if args.host in LOCAL else None,
         )
         server = Server(service, grace_seconds=args.grace)
-        with listen(args.host, args.port) as listening:
-            host = f"[{args.host}]" if ":" in args.host else args.host
-            address = f"http://{host}:{listening.getsockname()[1]}"
-            print(f"tiered: {service.model} at {address}", file=sys.stderr, flush=True)
-            server.serve_at(listening)
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        address = f"http://{host}:{listening.getsockname()[1]}"
+        print(f"tiered: {service.model} at {address}", file=sys.stderr, flush=True)
+        server.serve_at(listening)
     return 0

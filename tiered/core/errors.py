@@ -32,7 +32,9 @@ class TierCapacityError(RuntimeError):
     def __str__(self) -> str:
         in_all = ""
         if self.total is not None:
-            in_all = f'that is {format_bytes(self.total)} in all: pass {self.tier}="{enough(self.total)}" or more; '
+            in_all = (
+                f'that is {format_bytes(self.total)} in all: a budget of "{enough(self.total)}" or more is enough; '
+            )
         return (
             f"the {self.tier} tier needs {format_bytes(self.needed)} but has {format_bytes(self.available)} "
             f"({self.needed} of {self.available} bytes); {in_all}{self.hint}"

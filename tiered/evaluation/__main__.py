@@ -11,8 +11,8 @@ from tiered.evaluation import register
 
 
 def main() -> int:
-    """Run the harness. Returns 2 for a bad argument or too little memory; `LMEVAL_LOG_LEVEL=DEBUG` logs the
-    traceback."""
+    """Run the harness. Returns 2 for a bad argument or too little memory, 130 after Ctrl-C; `LMEVAL_LOG_LEVEL=DEBUG`
+    logs the traceback."""
     try:
         register()
         from lm_eval.__main__ import cli_evaluate
@@ -26,6 +26,8 @@ def main() -> int:
         logging.getLogger(__name__).debug("the error as it was raised", exc_info=True)
         print(f"tiered.evaluation: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -90,7 +90,7 @@ class CallBytes:
                 other = other if resident.fits(other) else None
             if other is not None:
                 total = sum(other.tiers(budget)[instead].values()) + held.get(instead, 0)
-                hint = f'pass {instead}="{enough(total)}" instead; {hint}'
+                hint = f'or give the {instead} tier "{enough(total)}"; {hint}'
             before = own.get(tier, 0)
             raise TierCapacityError(needed - before, cap - used - before, tier, hint, used + needed)
         return call

@@ -146,7 +146,9 @@ def read_body(
     check_field("n", check_integer, n, least=1)
     if len(prompts) * n > limits.choices:
         what = f"n = {n} answers to {len(prompts)} prompts"
-        raise RefusedBody(f"{what} are {n * len(prompts)}; at most {limits.choices} are allowed", "n")
+        raise RefusedBody(
+            f"{what} are {n * len(prompts)}; at most {limits.choices} are allowed", "n" if "n" in given else source
+        )
     model = given.get("model")
     if model is not None and not isinstance(model, str):
         raise RefusedBody(f"model = {model!r:.80}; a string is allowed", "model")

@@ -94,7 +94,8 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(getattr(sys.exception(), "error_status_hint", 400), msg)
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        self._refuse(status, "the headers are too large" if status == 431 else msg)
 
     def _restart_timer(self) -> None:
         if not self._between:
