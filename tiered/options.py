@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from tiered.core.aliases import resolve_aliases
 from tiered.core.checks import (
+    check_count,
     check_integer,
     check_multiple,
     check_number,
@@ -116,8 +117,7 @@ class GenerationOptions:
             plain = plain_real if field.name in REAL_OPTIONS else plain_number
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
-        if self.block_length is not None:
-            check_integer("block_length", self.block_length, least=1)
+        check_count("block_length", self.block_length)
         rule = self.rule
         most = MOST_STEPS if rule.by_time or rule.rewrites else None  # of others a block has no more than tokens
         if self.steps is not None:
@@ -129,8 +129,7 @@ class GenerationOptions:
                     f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "
                     "of one block; give one of them"
                 )
-        if self.minimal_topk is not None:
-            check_integer("minimal_topk", self.minimal_topk, least=1)
+        check_count("minimal_topk", self.minimal_topk)
         if self.eos_early_stop is not None:
             check_switch("eos_early_stop", self.eos_early_stop)
         for name in ("correction_steps", "min_new_tokens", "trailing_noise"):
