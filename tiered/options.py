@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from tiered.core.aliases import resolve_aliases
 from tiered.core.checks import (
@@ -25,8 +25,8 @@ from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.models.shape import ModelShape
 from tiered.planning.checks import check_block
 
-REMASKING = ("low_confidence", "random")
-EDGES = ("sequence", "prompt")
+Remasking = Literal["low_confidence", "random"]
+Edges = Literal["sequence", "prompt"]
 RANDOM_STEPS = 48  # of a canvas of random tokens, transformers' default for DiffusionGemma
 T = TypeVar("T")
 
@@ -88,13 +88,13 @@ class GenerationOptions:
 
     max_new_tokens: int = 128
     block_length: int | None = None
-    block_edges: str = "sequence"
+    block_edges: Edges = "sequence"
     steps: int | None = None
     block_steps: int | None = None
     minimal_topk: int | None = None
     commit: str | CommitRule | None = None
     confidence: Confidence = "probability"
-    remasking: str = "low_confidence"
+    remasking: Remasking = "low_confidence"
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -145,7 +145,7 @@ class GenerationOptions:
         object.__setattr__(self, "stop_tokens", _ids("stop_tokens", self.stop_tokens))
         for name in ("stop_at_eos", "output_history"):
             check_switch(name, getattr(self, name))
-        for name, allowed in (("remasking", REMASKING), ("block_edges", EDGES)):
+        for name, allowed in (("remasking", get_args(Remasking)), ("block_edges", get_args(Edges))):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         if self.confidence not in rule.confidences:
