@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tiered.core.buffers import FLOAT32, INT64
 from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
@@ -30,8 +31,6 @@ from tiered.models.base import DiffusionModel, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.models.router import picked_experts
-
-_FLOAT32, _INT64 = 4, 8
 
 
 def shareable(forward: Forward, pass_: Pass) -> bool:
@@ -50,7 +49,7 @@ def shared_bytes(sizes: CallShape) -> int:
     two tables of stores."""
     rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
     table = table_numbers(sizes.sequences, rows, sizes.shape.layers)
-    return 2 * (rows * sizes.shape.head_dim * _FLOAT32 + table * _INT64)
+    return 2 * (rows * sizes.shape.head_dim * FLOAT32 + table * INT64)
 
 
 def groups_of(passes: Sequence[Pass]) -> list[list[int]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.expert_table import Matrix
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.shape import ModelShape
@@ -17,8 +18,6 @@ from tiered.models.weight_form import WeightForm, places
 from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import NoRoomError
-
-Matrix = Tensor | CodedRows
 
 
 class RecordLayout:
