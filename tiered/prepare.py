@@ -10,7 +10,6 @@ from torch import Tensor
 from tiered.call import CallContext
 from tiered.core.canvas import columns_in_blocks
 from tiered.core.checks import check_integer
-from tiered.decoding.observers import Inspector
 from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
 from tiered.forward.sizes import CallShape
 from tiered.inputs import Prompts, check_readable
@@ -164,12 +163,6 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
     least, most = int(prior.min()), int(prior.max())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
-
-
-def check_inspector(inspector: object) -> None:
-    """Raise `TypeError` unless `inspector` is an `Inspector` or None."""
-    if inspector is not None and not isinstance(inspector, Inspector):
-        raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
 
 
 def read_noise_mask(
