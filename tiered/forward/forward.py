@@ -412,4 +412,4 @@ def add_branch(
 
 
 # A pass, and the layers that it goes through.
-Asked = tuple[Forward, Pass]
+AskedPass = tuple[Forward, Pass]

@@ -20,7 +20,7 @@ from tiered.kernels.projection import joined_bias, project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.kernels.rotate_ref import HeadNorms
 from tiered.kernels.store_table import StoreTable
-from tiered.models.attention import Attended, Joined, Limits, attend, attend_apart, attend_part
+from tiered.models.attention import Joined, Limits, PartOutput, attend, attend_apart, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.rope import Rotary
@@ -220,7 +220,7 @@ class DiffusionModel(nn.Module):
 
     def attend_part(
         self, layer: int, queries: Heads, keys: Keys, values: KeyValue, limits: Limits, *, sinks: bool = False
-    ) -> Attended:
+    ) -> PartOutput:
         """The same over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
         return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
