@@ -185,10 +185,6 @@ class GenerationOptions:
     def columns(self) -> int:
         return self.max_new_tokens + self.trailing_noise
 
-    def told_columns(self, prompt_length: int) -> str:
-        trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
-        return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
-
     def ends(self, *of_model: int) -> tuple[int, ...]:
         """Ids that end an answer, of the model and of the call."""
         return tuple(dict.fromkeys((*of_model, *map(int, self.stop_tokens or ()))))

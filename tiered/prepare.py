@@ -102,7 +102,9 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: PackedProm
     front, answer = prompts.ids.shape[1] - max(tails), options.columns
     if shape.block_causal:
         _, answer = columns_in_blocks(tails, options.block, options.max_new_tokens)
-    check_positions(shape, front + answer, options.told_columns(longest))
+    trailing = f" and trailing_noise = {options.trailing_noise}" if options.trailing_noise else ""
+    made = f"the prompt's {longest} tokens and max_new_tokens = {options.max_new_tokens}{trailing} make"
+    check_positions(shape, front + answer, made)
     return context.sizes(
         len(prompts.ids),
         front + answer,

@@ -1,4 +1,4 @@
-"""Attention weights as a tensor, for analysis and commit rules: softmax of q·k of some rows with cap, sinks and masks.
+"""Attention weights as a tensor, for policies and commit rules: softmax of q·k of some rows with cap, sinks and masks.
 
 Attention itself materialises none. For many rows `chunks` bounds the weights that exist at a time.
 """

@@ -122,7 +122,7 @@ def _head(sizes: CallShape, rows: int, tokens: int) -> dict[str, ShapeAndDtype]:
 
 
 def _sum_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
-    """The same for a rule that only reads sums of logits (`TiledSums`)."""
+    """Buffers of the head for a rule that only reads sums of logits (`TiledSums`)."""
     shape, tokens, of_rows = sizes.shape, min(VOCABULARY_TILE, sizes.shape.vocab_size), (sizes.sequences, rows)
     head: dict[str, ShapeAndDtype] = {
         "sums of embeddings, and a tile's": ((2, *of_rows, shape.width), "float32"),
@@ -155,7 +155,7 @@ def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """The same by phase, of the layers that take most. Products of one phase are freed before the next begins."""
+    """Temporaries by phase, of the layers that take most. Products of one phase are freed before the next begins."""
     kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
     return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
 

@@ -60,7 +60,7 @@ def attend_apart(queries: Heads, table: StoreTable, layer: int, **softened: Any)
 
 
 def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **softened: Any) -> PartOutput:
-    """The same, `scale` in `softened`, with the log-sum-exp that a merge with other parts needs."""
+    """Attention over one of several parts, `scale` in `softened`, with the log-sum-exp for a merge with the others."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:
         start = pads if start is None else torch.maximum(pads, start)

@@ -221,12 +221,12 @@ class DiffusionModel(nn.Module):
     def attend_part(
         self, layer: int, queries: Heads, keys: Keys, values: KeyValue, limits: Limits, *, sinks: bool = False
     ) -> PartOutput:
-        """The same over one of several parts. Only one of them has `sinks`."""
+        """Attention over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
         return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
 
     def attend_apart(self, layer: int, queries: Heads, table: StoreTable) -> Joined:
-        """The same of rows of several calls, each over its own stores."""
+        """Attention of rows of several calls, each over its own stores."""
         return attend_apart(queries, table, layer, **self._softened(layer))
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:

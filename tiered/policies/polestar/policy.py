@@ -56,8 +56,8 @@ class Polestar(Policy):
             paper; "output" for the move of the output over changed columns, which notices changed values too.
         codec: codec of stored members: a `Codec` of `tiered.offload.codec_bytes`, or its name.
         refresh: beginning of a block. "full" recomputes every row. "drift" is an update over the finished block and the
-            new one, which is beyond the paper. "auto" is "drift" if that is faster and prompts are long enough to keep
-            their answers.
+            new one, which is beyond the paper. "auto" is "drift" in calls of several blocks behind prompts of at least
+            `LEAST_STALE_PROMPT` tokens, else "full".
         refresh_blocks: blocks from one refresh to the next, with `refresh` = "drift".
         kmeans: library that iterates the clustering on the CPU: "torch", or "faiss" (extra "faiss"), which is faster
             for narrow models. A GPU always uses torch.
