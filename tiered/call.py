@@ -38,9 +38,9 @@ class CallContext:
         self,
         model: DiffusionModel,
         ledger: Ledger,
-        transport: Callable[[], Transport] | None = None,
-        kv: RowCode | None = None,
-        weights: StreamedWeights | None = None,
+        transport: Callable[[], Transport] | None,
+        kv: RowCode | None,
+        weights: StreamedWeights | None,
     ) -> None:
         """
         Args:

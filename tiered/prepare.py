@@ -71,7 +71,7 @@ class PreparedCall:
     options: GenerationOptions
     sizes: CallShape
     choice: Choice
-    prior: Tensor | None = None
+    prior: Tensor | None
 
     @property
     def warnings(self) -> list[str]:

@@ -39,10 +39,10 @@ class Denoiser:
         proposer: TokenSampler,
         publisher: OutputWriter,
         *,
-        finishes_blocks: bool = False,
-        guidance: Guidance | None = None,
-        shift: AttentionShift | None = None,
-        inspector: Inspector | None = None,
+        finishes_blocks: bool,
+        guidance: Guidance | None,
+        shift: AttentionShift | None,
+        inspector: Inspector | None,
     ) -> None:
         """
         Args:

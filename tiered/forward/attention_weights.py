@@ -17,8 +17,8 @@ def masked_scores(
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch length"] | None,
     *,
-    soft_cap: float | None = None,
-    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    soft_cap: float | None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:

@@ -49,7 +49,7 @@ class StreamedWeights:
         device: torch.device,
         now: WeightBytes,
         files: Mapping[Hashable, FileRecord],
-        transport: Callable[[], Transport] | None = None,
+        transport: Callable[[], Transport] | None,
     ) -> None:
         """Book the weights that `incoming` will add. `transport` makes the transport of copies; None for the device's.
 

@@ -47,13 +47,13 @@ class ClusterSizes:
     codec: Codec
     wanted: int | Literal["auto", "rows"]
     top_m: int | Literal["auto"]
-    beside: bool = False
-    window: int | None = None
-    appended_blocks: int = 0
-    group: int = 1
-    faiss: bool = False
-    of_output: bool = False
-    measures_moves: bool = False
+    beside: bool
+    window: int | None
+    appended_blocks: int
+    group: int
+    faiss: bool
+    of_output: bool
+    measures_moves: bool
 
     @property
     def clustered(self) -> int:
