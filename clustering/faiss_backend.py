@@ -1,7 +1,5 @@
 """The iterations of spherical k-means by faiss, on the CPU, one group after the other."""
 
-import importlib
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -12,23 +10,14 @@ from tiered.clustering.unit_rows import UnitRows
 from tiered.kernels.directions import normalised
 
 Backend = Literal["torch", "faiss"]
-BACKENDS: tuple[Backend, ...] = ("torch", "faiss")
 
 UNLIMITED = 1 << 30
-
-
-def import_faiss() -> ModuleType:
-    """The package faiss. Raises `ImportError` if it is not installed."""
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise ImportError("backend = 'faiss' needs its package; run: pip install 'faiss-cpu>=1.15'") from error
 
 
 def faiss_lloyd(
     units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int
 ) -> tuple[Int64[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
-    """`tiered.clustering.kmeans.lloyd` by faiss, on a copy of all rows on the CPU. Raises as `import_faiss`.
+    """`tiered.clustering.kmeans.lloyd` by faiss, on a copy of all rows on the CPU. Raises `ImportError` without faiss.
 
     Results differ after an empty cluster, which faiss fills with half of a large one, and `lloyd` with the farthest
     row.
@@ -46,7 +35,8 @@ def faiss_lloyd(
 
 
 def _train(rows: Float32[Tensor, "n width"], start: Float32[Tensor, "clusters width"], iterations: int) -> Tensor:
-    faiss = import_faiss()
+    import faiss
+
     clusters, width = start.shape
     training = faiss.Clustering(width, clusters)
     training.niter = iterations
@@ -63,7 +53,9 @@ def _train(rows: Float32[Tensor, "n width"], start: Float32[Tensor, "clusters wi
 
 
 def _search(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"]) -> tuple[Tensor, Tensor]:
-    index = import_faiss().IndexFlatIP(directions.shape[1])
+    import faiss
+
+    index = faiss.IndexFlatIP(directions.shape[1])
     index.add(directions.numpy())
     cosine, nearest = index.search(rows.numpy(), 1)
     return torch.from_numpy(cosine)[:, 0], torch.from_numpy(nearest)[:, 0]

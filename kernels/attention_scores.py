@@ -8,7 +8,7 @@ from tiered.kernels.keys_of_values import Keys
 
 
 def attention_scores(
-    queries: Heads, keys: Float[Tensor, "batch kv_heads columns head_dim"], soft_cap: float | None = None
+    queries: Heads, keys: Float[Tensor, "batch kv_heads columns head_dim"], soft_cap: float | None
 ) -> Float32[Tensor, "batch heads rows columns"]:
     """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Query head h uses key head
     h // (heads / kv_heads). Raises as `check_attention`."""
@@ -23,7 +23,7 @@ def attention_scores(
 
 
 def sink_scores(
-    queries: Heads, sink_keys: Float[Tensor, "heads sinks head_dim"], soft_cap: float | None = None
+    queries: Heads, sink_keys: Float[Tensor, "heads sinks head_dim"], soft_cap: float | None
 ) -> Float32[Tensor, "batch heads rows sinks"]:
     """`attention_scores` of the sinks. Every head has its own sinks, and all sequences share them. Raises `ValueError`
     if the sinks have another number of heads or another head_dim."""

@@ -24,7 +24,7 @@ class HeadNorms(NamedTuple):
     keys: Float[Tensor, " head_dim"]
     count: int
     eps: float
-    offset: float | None = None
+    offset: float | None
 
 
 def rotate(

@@ -12,11 +12,11 @@ class HostEvent:
     """Ends when the thread of the job calls `end` or `fail`. A forked child has no such thread, so there an unfinished
     event has failed."""
 
-    __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_nbytes", "_pid", "_started_at", "_submitted_at", "lane")
+    __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_pid", "_started_at", "_submitted_at", "lane", "nbytes")
 
     def __init__(self, lane: Lane | None, nbytes: int = 0) -> None:
         self.lane = lane
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._failure: str | None = None
         self._cause: BaseException | None = None
         self._ended = threading.Event()
@@ -26,11 +26,7 @@ class HostEvent:
         self._ended_at: int | None = None
 
     def __str__(self) -> str:
-        return "compute" if self.lane is None else f"{self.lane} of {self._nbytes} bytes"
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
+        return "compute" if self.lane is None else f"{self.lane} of {self.nbytes} bytes"
 
     @property
     def failed(self) -> bool:
@@ -55,7 +51,7 @@ class HostEvent:
         self._started_at = time.monotonic_ns()
 
     def end(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._ended_at = time.monotonic_ns()
         self._ended.set()
 

@@ -86,7 +86,7 @@ class LaneThread:
         self._death: BaseException | None = None
 
     def check_open(self) -> None:
-        """Raise TransferError if the lane is closed, or belongs to the parent of a forked process."""
+        """Raise `TransferError` if the lane is closed, or belongs to the parent of a forked process."""
         if os.getpid() != self._pid:
             raise TransferError(f"{self._name}: threads do not survive a fork; make a new transport in this process")
         if self._closed:

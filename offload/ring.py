@@ -84,7 +84,7 @@ class Ring:
         settle(self._fences)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the ring contradicts itself."""
+        """Raise `RuntimeError` if the ring contradicts itself."""
         free = [index for index, holder in enumerate(self._holders) if holder is None]
         if sorted(self._free) != free:
             raise RuntimeError(f"of {self.slots} slots of a ring {free} are free, and {sorted(self._free)} by its list")

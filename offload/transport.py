@@ -123,7 +123,7 @@ class Transport(Protocol):
 
 
 def check_copies(copies: Iterable[Copy]) -> None:
-    """Raise ValueError if a copy is not contiguous bytes on both sides, or its sides differ in length."""
+    """Raise `ValueError` if a copy is not contiguous bytes on both sides, or its sides differ in length."""
     for copy in copies:
         for name, side in (("source", copy.source), ("destination", copy.destination)):
             if side.dtype != torch.uint8 or side.dim() != 1 or not side.is_contiguous():

@@ -66,21 +66,21 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("given", "policy", "why"),
         [
-            ({}, AUTO, "measured to answer as `none`, for 4 blocks behind 2048 tokens"),
+            ({}, AUTO, "measured to answer as `none`, for 4 blocks after a prompt of 2048 tokens"),
             (
                 {"context": LEAST_STALE_PROMPT + 32, "answer": 32},
                 AUTO,
-                "measured to answer as `none`, for 1 block behind 256 tokens",
+                "measured to answer as `none`, for 1 block after a prompt of 256 tokens",
             ),
             (
                 {"batch": 2, "prompt": 40},
                 NONE,
-                "caches lose answers to prompts below 256 tokens, as this one of 40",
+                "the prompt has 40 tokens; caches lose answers below 256",
             ),
             (
                 {"context": LEAST_STALE_PROMPT - 1 + 128},
                 NONE,
-                "caches lose answers to prompts below 256 tokens, as this one of 255",
+                "the prompt has 255 tokens; caches lose answers below 256",
             ),
         ],
     )
@@ -123,7 +123,7 @@ class TestChoice:
     def test_an_open_refresh(self, prompt: int, policy: Any, plain: Any, seldom: Any):
         found = choose(policy, sizes(prompt + 128), MemoryBudget())
         assert found.policy == (seldom if prompt == LEAST_STALE_PROMPT else plain)
-        assert found.why == f"4 blocks behind {prompt} tokens"
+        assert found.why == f"4 blocks after a prompt of {prompt} tokens"
         assert choose(policy, sizes(2080, answer=32), MemoryBudget()).policy == plain
 
     def test_what_was_not_decided_does_not_start(self):

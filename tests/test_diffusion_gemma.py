@@ -26,7 +26,7 @@ from tiered.decoding.asking import next_pass
 from tiered.decoding.generators import Generators
 from tiered.decoding.open_block import OpenBlock
 from tiered.decoding.tiled_sums import TiledSums
-from tiered.forward.forward import Asked
+from tiered.forward.forward import AskedPass
 from tiered.forward.sizes import CallShape, feature_buffers, kv_code
 from tiered.kernels.row_code import RowCode
 from tiered.models import checkpoint
@@ -62,7 +62,7 @@ def mask_of(case: str, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def first_step(runtime: Runtime, ids: Tensor, *, seed: int = 0, **call: Any) -> Iterator[Asked]:
+def first_step(runtime: Runtime, ids: Tensor, *, seed: int = 0, **call: Any) -> Iterator[AskedPass]:
     """The forward of a call's first step, behind the forwards over the prompt."""
     with torch.no_grad(), runtime.begin(runtime.prepare(ids, seed=seed, **call)) as (denoiser, _):
         steps = denoiser.steps()

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from tiered.core.rows import Rows
 from tiered.policies.polestar import drift
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 LAW = 1e-5  # |measured − defined|, relative where the drift is above 1
 ROUNDING = 2**-8  # of what columns give, up to which it counts as unmoved
@@ -81,9 +81,9 @@ class World:
         return queries
 
     @property
-    def layer(self) -> Attended:
+    def layer(self) -> LayerKeys:
         values = self.values if self.output else None
-        return Attended(self.keys, values, self.key_mask, self.soft_cap, self.sink_keys)
+        return LayerKeys(self.keys, values, self.key_mask, self.soft_cap, self.sink_keys)
 
     def restart(self) -> None:
         self.reference = DriftReference.of(self.queries, self.layer, BLOCK)
@@ -293,7 +293,7 @@ def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
     world = World(9, scale=0.25)
     rows, reference = world.rows(12), world.reference
     assert rows.valid is not None
-    monkeypatch.setattr(Attended, "log_sums", None)
+    monkeypatch.setattr(LayerKeys, "log_sums", None)
     then = joined(reference.block, world.layer.at(rows))
     own = torch.ones(world.batch, BLOCK.count, dtype=torch.bool)
     every = Rows.at(
@@ -368,7 +368,7 @@ def test_a_batch_is_its_sequences(output: bool):
     for alone in (slice(0, 2), slice(0, 1), slice(1, 2)):
         queries, every = world.queries[alone], Rows.at(columns[alone], valid[alone])
         then, now = (
-            Attended(keys[alone], values[alone] if output else None, world.key_mask[alone])
+            LayerKeys(keys[alone], values[alone] if output else None, world.key_mask[alone])
             for keys, values in (world.last, (world.keys, world.values))
         )
         reference = DriftReference.of(queries, then, BLOCK)
@@ -383,7 +383,7 @@ def test_an_update_reads_nothing_back():
     """A tensor that is fake has no values: a read of one, or of a shape that depends on one, raises."""
     with FakeTensorMode():
         queries, mask = torch.zeros(2, 4, 5, 8), torch.ones(2, 40, dtype=torch.bool)
-        keys = Attended(torch.zeros(2, 2, 40, 8), torch.zeros(2, 2, 40, 8), mask)
+        keys = LayerKeys(torch.zeros(2, 2, 40, 8), torch.zeros(2, 2, 40, 8), mask)
         rows = Rows.at(torch.zeros(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool))
         reference = DriftReference.of(queries, keys, BLOCK)
         found, after = reference.measured(queries, keys, Changed(rows, keys.at(rows), HERE), updating=mask[:, 0])
@@ -406,4 +406,4 @@ def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
 def test_what_does_not_go_together():
     world = World(0)
     with pytest.raises(ValueError, match="do not fit keys"):
-        Attended(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)
+        LayerKeys(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)

@@ -18,7 +18,7 @@ from tiered.forward.parts import CanvasLimits
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.row_code import RowCode
-from tiered.models.attention import Attended, Limits
+from tiered.models.attention import Limits, PartOutput
 from tiered.models.base import DiffusionModel
 
 PROMPT, BLOCK = 12, 4
@@ -53,7 +53,7 @@ class Stored:
     of: Forward
     stop: int
 
-    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[Attended]:
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[PartOutput]:
         keys, values = (self.of.store.stored(feature, layer) for feature in (Feature.KEY, Feature.VALUE))
         stop = torch.full((len(queries), rows.count), self.stop)
         yield model.attend_part(layer, queries, keys, values, Limits(stop=stop))
@@ -63,7 +63,7 @@ class Stored:
 class Chunks(Stored):
     """The same a few columns at a time."""
 
-    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[Attended]:
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[PartOutput]:
         keys, values = (self.of.store.stored(feature, layer) for feature in (Feature.KEY, Feature.VALUE))
         for start in range(0, self.stop, 5):
             some = slice(start, min(start + 5, self.stop))
@@ -74,18 +74,18 @@ class Kept:
     """What a part gave, by layer, without its keys."""
 
     def __init__(self) -> None:
-        self.of_layer: dict[int, list[Attended]] = {}
+        self.of_layer: dict[int, list[PartOutput]] = {}
 
     def watch(self, part: Stored) -> Any:
         kept = self
 
         class Watched:
-            def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[Attended]:
+            def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[PartOutput]:
                 return kept.of_layer.setdefault(layer, list(part.attend(model, layer, rows, queries)))
 
         return Watched()
 
-    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[Attended]:
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[PartOutput]:
         return self.of_layer[layer]
 
 

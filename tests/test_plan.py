@@ -628,7 +628,7 @@ def test_an_argument_of_another_type_is_named(monkeypatch: pytest.MonkeyPatch):
     [
         ("embedded", "none", 4097, 32, 32, "4097 positions; the model was made for 4096"),
         ("embedded", "none", 64, 7, 8, "max_new_tokens = 8 is not a multiple of block_length = 7; 7 or 14 would be"),
-        ("embedded-uniform", "dkv_greedy", 64, 32, 32, "must know them before.*'embedded-uniform' knows uniform"),
+        ("embedded-uniform", "dkv_greedy", 64, 32, 32, "must know them before.*'embedded-uniform' has uniform"),
         ("embedded-uniform", "elastic_cache", 64, 32, 32, "looks at 16 rows of a block in a step, but any of its 32"),
         ("embedded-uniform", "none", 64, 32, 32, "masks prompts, which 'embedded-uniform' would treat as final text"),
     ],

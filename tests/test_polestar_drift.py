@@ -23,7 +23,7 @@ from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import Refresh
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.runtime import Runtime
@@ -204,7 +204,7 @@ def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkey
     measured, generator = DriftReference.measured, torch.Generator().manual_seed(0)
 
     def still(
-        self: DriftReference, queries: Tensor, attended: Attended, changed: Changed, *rest: Any
+        self: DriftReference, queries: Tensor, attended: LayerKeys, changed: Changed, *rest: Any
     ) -> tuple[Tensor, DriftReference]:
         last = tuple(each + 2**-16 * torch.rand(each.shape, generator=generator) for each in attended.at(changed.rows))
         sums = attended.log_sums(queries)

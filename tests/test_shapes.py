@@ -55,7 +55,7 @@ for given, options in (
     assert polestar.generate(ids, attention_mask=mask, max_new_tokens=4, block_length=2, **options).updates
 
 from tiered.clustering.areas import cluster_areas, cut_clusters
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
+from tiered.policies.polestar.drift import LayerKeys, Changed, DriftReference
 from tiered.core.rows import Rows
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -85,15 +85,15 @@ for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
                 stored.send(0, clusters[:1])
                 stored.read(0, clusters, torch.zeros_like(rows[0]), [cluster.rows for cluster in clusters])
                 tiers.stats(), tiers.check_integrity(), stored.check_integrity()
-queries, keys = torch.randn(2, 4, 3, 8), Attended(*torch.randn(2, 2, 2, 20, 8), torch.ones(2, 20, dtype=torch.bool))
+queries, keys = torch.randn(2, 4, 3, 8), LayerKeys(*torch.randn(2, 2, 2, 20, 8), torch.ones(2, 20, dtype=torch.bool))
 rows, block = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2)), Rows.span(7, 9)
 reference = DriftReference.of(queries, keys, block)
 changed = Changed(rows, keys.at(rows), slice(2))
 _, reference = reference.measured(queries, keys, changed, updating=torch.tensor([True, False]))
 changed = Changed(block, tuple(each[1:] for each in reference.block), slice(2))
-reference.of_sequences([1]).measured(queries[1:], Attended(keys.keys[1:], keys.values[1:]), changed)
+reference.of_sequences([1]).measured(queries[1:], LayerKeys(keys.keys[1:], keys.values[1:]), changed)
 changed = Changed(block, changed.last[:1], slice(2))
-reference.of_sequences([1]).measured(queries[1:], Attended(keys.keys[1:]), changed)
+reference.of_sequences([1]).measured(queries[1:], LayerKeys(keys.keys[1:]), changed)
 reference.append().recenter(queries[:, :, :1], keys, torch.tensor([[3], [3]]))
 print("checked", tuple(out.sequences.shape))
 """

@@ -38,9 +38,9 @@ class CallContext:
         self,
         model: DiffusionModel,
         ledger: Ledger,
-        transport: Callable[[], Transport] | None = None,
-        kv: RowCode | None = None,
-        weights: StreamedWeights | None = None,
+        transport: Callable[[], Transport] | None,
+        kv: RowCode | None,
+        weights: StreamedWeights | None,
     ) -> None:
         """
         Args:
@@ -60,7 +60,7 @@ class CallContext:
         self._pool = HostPool(ledger, self.device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
-        # Bytes beside the idle ones and the streamed weights.
+        # Bytes held between calls, without idle host memory and streamed weights.
         self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
 
     @property
@@ -199,7 +199,7 @@ class CallContext:
             except TierCapacityError:
                 break
             if found.streams != needed.streams:
-                break  # not for more copies of this call's own
+                break  # room for others must not make this call copy more of its own features
             needed = found
         if weights is not None and needed.weights is not None:
             weights.settle(needed.weights)

@@ -33,8 +33,8 @@ def denoiser(
     tiers: Tiers | None,
     needed: CallBytes,
     *,
-    streamer: Streamer | None = None,
-    inspector: Inspector | None = None,
+    streamer: Streamer | None,
+    inspector: Inspector | None,
 ) -> Denoiser:
     """The loop of a call whose bytes are booked; `tiers`, `needed`: from `CallContext.booked`."""
     model, device = context.model, context.device

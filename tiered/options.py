@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from tiered.core.aliases import resolve_aliases
 from tiered.core.checks import (
+    check_count,
     check_integer,
     check_multiple,
     check_number,
@@ -24,8 +25,8 @@ from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.models.shape import ModelShape
 from tiered.planning.checks import check_block
 
-REMASKING = ("low_confidence", "random")
-EDGES = ("sequence", "prompt")
+Remasking = Literal["low_confidence", "random"]
+Edges = Literal["sequence", "prompt"]
 RANDOM_STEPS = 48  # of a canvas of random tokens, transformers' default for DiffusionGemma
 T = TypeVar("T")
 
@@ -87,13 +88,13 @@ class GenerationOptions:
 
     max_new_tokens: int = 128
     block_length: int | None = None
-    block_edges: str = "sequence"
+    block_edges: Edges = "sequence"
     steps: int | None = None
     block_steps: int | None = None
     minimal_topk: int | None = None
     commit: str | CommitRule | None = None
     confidence: Confidence = "probability"
-    remasking: str = "low_confidence"
+    remasking: Remasking = "low_confidence"
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -116,8 +117,7 @@ class GenerationOptions:
             plain = plain_real if field.name in REAL_OPTIONS else plain_number
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
-        if self.block_length is not None:
-            check_integer("block_length", self.block_length, least=1)
+        check_count("block_length", self.block_length)
         rule = self.rule
         most = MOST_STEPS if rule.by_time or rule.rewrites else None  # of others a block has no more than tokens
         if self.steps is not None:
@@ -129,8 +129,7 @@ class GenerationOptions:
                     f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "
                     "of one block; give one of them"
                 )
-        if self.minimal_topk is not None:
-            check_integer("minimal_topk", self.minimal_topk, least=1)
+        check_count("minimal_topk", self.minimal_topk)
         if self.eos_early_stop is not None:
             check_switch("eos_early_stop", self.eos_early_stop)
         for name in ("correction_steps", "min_new_tokens", "trailing_noise"):
@@ -146,7 +145,7 @@ class GenerationOptions:
         object.__setattr__(self, "stop_tokens", _ids("stop_tokens", self.stop_tokens))
         for name in ("stop_at_eos", "output_history"):
             check_switch(name, getattr(self, name))
-        for name, allowed in (("remasking", REMASKING), ("block_edges", EDGES)):
+        for name, allowed in (("remasking", get_args(Remasking)), ("block_edges", get_args(Edges))):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
         if self.confidence not in rule.confidences:
@@ -185,10 +184,6 @@ class GenerationOptions:
     @property
     def columns(self) -> int:
         return self.max_new_tokens + self.trailing_noise
-
-    def told_columns(self, prompt_length: int) -> str:
-        trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
-        return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
 
     def ends(self, *of_model: int) -> tuple[int, ...]:
         """Ids that end an answer, of the model and of the call."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from tiered.call import CallContext
 from tiered.core.canvas import columns_in_blocks
 from tiered.core.checks import check_integer
-from tiered.decoding.observers import Inspector
 from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
 from tiered.forward.sizes import CallShape
 from tiered.inputs import Prompts, check_readable
@@ -72,7 +71,7 @@ class PreparedCall:
     options: GenerationOptions
     sizes: CallShape
     choice: Choice
-    prior: Tensor | None = None
+    prior: Tensor | None
 
     @property
     def warnings(self) -> list[str]:
@@ -103,7 +102,9 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: PackedProm
     front, answer = prompts.ids.shape[1] - max(tails), options.columns
     if shape.block_causal:
         _, answer = columns_in_blocks(tails, options.block, options.max_new_tokens)
-    check_positions(shape, front + answer, options.told_columns(longest))
+    trailing = f" and trailing_noise = {options.trailing_noise}" if options.trailing_noise else ""
+    made = f"the prompt's {longest} tokens and max_new_tokens = {options.max_new_tokens}{trailing} make"
+    check_positions(shape, front + answer, made)
     return context.sizes(
         len(prompts.ids),
         front + answer,
@@ -164,12 +165,6 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
     least, most = int(prior.min()), int(prior.max())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
-
-
-def check_inspector(inspector: object) -> None:
-    """Raise `TypeError` unless `inspector` is an `Inspector` or None."""
-    if inspector is not None and not isinstance(inspector, Inspector):
-        raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
 
 
 def read_noise_mask(

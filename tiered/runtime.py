@@ -15,7 +15,7 @@ from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes
 from tiered.decoding.loop import Denoiser
-from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
+from tiered.decoding.observers import Inspector, Streamer, check_inspector, check_streamer, ending
 from tiered.decoding.output_writer import GenerationState
 from tiered.denoising import denoiser, uncached
 from tiered.forward.passes import Pass
@@ -33,7 +33,7 @@ from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import row_schedule
-from tiered.prepare import PreparedCall, check_call, check_inspector, prepare, read_block, read_noise_mask
+from tiered.prepare import PreparedCall, check_call, prepare, read_block, read_noise_mask
 from tiered.tiers.stats import TierStats
 from tiered.tiers.tiers import Tiers
 

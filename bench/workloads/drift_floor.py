@@ -18,7 +18,7 @@ from tiered.core.rows import Rows
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 from workloads.input_rows import hidden_states
 
 
@@ -83,7 +83,7 @@ def drifts(
         )
 
         def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
-            reference = DriftReference.of(queries, Attended(old), columns)
-            return reference.measured(queries, Attended(new), Changed(columns, (old,), slice(None)), anew=True)[0]
+            reference = DriftReference.of(queries, LayerKeys(old), columns)
+            return reference.measured(queries, LayerKeys(new), Changed(columns, (old,), slice(None)), anew=True)[0]
 
         yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])

@@ -18,7 +18,7 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.policies.base import Step
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 Scores = Float[Tensor, "batch length"]
 
@@ -214,7 +214,7 @@ class Drift(Highest):
             self._queries[layer] = queries.clone()
         else:
             rows.put(self._queries[layer], queries)
-        attended, block = Attended.of(forward, layer, values=self.of_output), Look(forward, step).block
+        attended, block = LayerKeys.of(forward, layer, values=self.of_output), Look(forward, step).block
         self._references[layer] = DriftReference.of(self._queries[layer], attended, block)
         return pass_
 
@@ -223,7 +223,7 @@ class Drift(Highest):
 
     def drift(self, look: Look, layer: int) -> Scores:
         """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
-        attended, reference = Attended.of(look.forward, layer, values=self.of_output), self._references[layer]
+        attended, reference = LayerKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
         return reference.measured(self._queries[layer], attended, changed, anew=True)[0]
 

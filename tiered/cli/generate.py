@@ -9,9 +9,8 @@ from tiered.cli.watch import add_watch_options, check_watch_options, shown
 from tiered.core.byte_size import format_bytes
 
 DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or the
-lines of
-standard input. If the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is.
-Thinking is left out if the tokenizer's response template says where it is; --json has it.
+lines of standard input. If the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it
+is. Thinking is left out if the tokenizer's response template says where it is; --json has it.
 Options also have their names in official scripts: --gen-length, --threshold, --alg."""
 
 

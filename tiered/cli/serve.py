@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from tiered.serving.app import LOCAL, Service, check_api_key
         from tiered.serving.server import Server, listen
     from tiered.cli.option_flags import generation_options
-    from tiered.core.checks import check_integer, check_number
+    from tiered.core.checks import check_count, check_integer, check_number
     from tiered.models.locate import EMBEDDED_MODELS
     from tiered.serving.openai_fields import Limits
     from tiered.serving.scheduler import Scheduler
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     check_number("seconds", args.seconds, least=0.0)
     for name in ("max_body", "max_answer_tokens", "max_choices", "max_running", "max_waiting", "max_prefill_rows"):
         check_integer(name, getattr(args, name), least=1)
-    if args.max_prompt_tokens is not None:
-        check_integer("max_prompt_tokens", args.max_prompt_tokens, least=1)
+    check_count("max_prompt_tokens", args.max_prompt_tokens)
     defaults, key = generation_options(args), os.environ.get(KEY) or None
     check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from tiered.runtime import Runtime
 
 DESCRIPTION = """Load a model and answer short prompts with it, so that its kernels are compiled into Triton's cache on
-disk.
-Later calls under the same options compile nothing. Pass the policy, codes, dtype and budget of those calls."""
+disk. Later calls under the same options compile nothing. Pass the policy, codes, dtype and budget of those calls."""
 PROMPTS = ((48,), (600, 40))  # tokens of the prompts of each call: one alone, short; two at a time, one of them long
 ANSWER = 64  # tokens
 

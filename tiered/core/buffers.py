@@ -9,6 +9,7 @@ from typing import Any
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account
 
+FLOAT32, INT64 = 4, 8  # bytes of an element
 ELEMENT_BYTES = {
     **{"uint8": 1, "bool": 1, "int32": 4, "int64": 8},
     **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},

@@ -48,10 +48,10 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
-def check_interval(name: str, interval: object) -> None:
-    """Raise `TypeError` or `ValueError` unless `interval` is an int of at least 1, or None for never."""
-    if interval is not None:
-        check_integer(name, interval, least=1)
+def check_count(name: str, value: object) -> None:
+    """Raise `TypeError` or `ValueError` unless `value` is an int of at least 1, or None."""
+    if value is not None:
+        check_integer(name, value, least=1)
 
 
 def check_multiple(name: str, value: int, unit: int, what: str) -> None:

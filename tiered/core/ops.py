@@ -30,7 +30,7 @@ class Op(StrEnum):
     GATHER = "gather"  # rows are gathered
     PATCH = "patch"  # stored rows and centroids are updated from recomputed rows
     VERIFY = "verify"  # dLLM-Cache finds rows that have changed
-    WATCH = "watch"  # Elastic-Cache finds rows whose attention has changed
+    WATCH = "watch"  # a policy looks at the attention of the block's rows
     GUIDANCE = "guidance"
     PROPOSE = "propose"
     COMMIT = "commit"

@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from tiered.forward.forward import Asked, Logits
+from tiered.forward.forward import AskedPass, Logits
 from tiered.models.logit_tiles import LogitTiles
 
 T = TypeVar("T")
 Answer = Logits | LogitTiles
 # It yields a pass and receives its logits, or yields a tensor of integers and receives that tensor on the host.
-Asking = Generator[Asked | Tensor, Answer, T]
+Asking = Generator[AskedPass | Tensor, Answer, T]
 
 
 def read(values: Int64[Tensor, "..."]) -> "Asking[Tensor]":
@@ -23,7 +23,7 @@ def read(values: Int64[Tensor, "..."]) -> "Asking[Tensor]":
     return found
 
 
-def go_on(steps: "Asking[T]", answer: Answer | ValueError | None = None) -> Asked | Tensor:
+def go_on(steps: "Asking[T]", answer: Answer | ValueError | None = None) -> AskedPass | Tensor:
     """Send `answer` to `steps`, or throw it if it is an error; None begins. Returns the next pass or tensor. Raises
     `StopIteration` at the end."""
     if isinstance(answer, ValueError):
@@ -31,7 +31,7 @@ def go_on(steps: "Asking[T]", answer: Answer | ValueError | None = None) -> Aske
     return next(steps) if answer is None else steps.send(answer)
 
 
-def next_pass(steps: "Asking[T]", answer: Answer | ValueError | None = None) -> Asked:
+def next_pass(steps: "Asking[T]", answer: Answer | ValueError | None = None) -> AskedPass:
     """`go_on` up to a pass, for a call by itself: each tensor before it is read at once."""
     asked = go_on(steps, answer)
     while isinstance(asked, Tensor):

@@ -20,7 +20,7 @@ from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.token_sampler import TokenSampler
-from tiered.forward.forward import Asked, Forward, Logits
+from tiered.forward.forward import AskedPass, Forward, Logits
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.models.logit_tiles import LogitTiles
@@ -39,10 +39,10 @@ class Denoiser:
         proposer: TokenSampler,
         publisher: OutputWriter,
         *,
-        finishes_blocks: bool = False,
-        guidance: Guidance | None = None,
-        shift: AttentionShift | None = None,
-        inspector: Inspector | None = None,
+        finishes_blocks: bool,
+        guidance: Guidance | None,
+        shift: AttentionShift | None,
+        inspector: Inspector | None,
     ) -> None:
         """
         Args:
@@ -255,7 +255,7 @@ class Denoiser:
         self._ended = [False] * len(places)
 
 
-def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -> Asked:
+def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -> AskedPass:
     """The next pass of `steps`. This frame does not keep the logits of `pass_` alive meanwhile."""
     try:
         logits = forward.answer(pass_)

@@ -73,6 +73,12 @@ class Inspector(Protocol):
         """
 
 
+def check_inspector(inspector: object) -> None:
+    """Raise `TypeError` unless `inspector` is an `Inspector` or None."""
+    if inspector is not None and not isinstance(inspector, Inspector):
+        raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
+
+
 @runtime_checkable
 class Traced(Protocol):
     """The state of a policy that reports its updates and where its features lie."""

@@ -30,7 +30,7 @@ class OpenBlock:
         streams: random streams; None is allowed at temperature 0.
         process: noise process of the model's training; None for masks alone, and for random tokens.
         sequence: the batch's number of the first sequence here, for its stream.
-        names: numbers by which `streams` knows the rows; None for 0, 1, 2 and so on.
+        names: numbers of the rows in the block, for `streams`; None for 0, 1, 2 and so on.
         peak: largest logit of each row before any was changed; NaN if one of them is. 0 in rows not looked at, None
             before any was.
     """

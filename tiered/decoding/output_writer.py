@@ -63,9 +63,9 @@ class OutputWriter:
         *,
         max_new_tokens: int,
         ends: tuple[int, ...],
-        stop_at_eos: bool = True,
-        output_history: bool = False,
-        streamer: Streamer | None = None,
+        stop_at_eos: bool,
+        output_history: bool,
+        streamer: Streamer | None,
     ) -> None:
         self._columns = canvas.answers.clone()  # tokens of all blocks, by canvas column
         self._tails, self._counts = canvas.tails, canvas.tail_counts

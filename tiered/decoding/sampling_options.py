@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tiered.core.checks import check_integer, check_number, check_switch, check_temperature, unknown_name
+from tiered.core.checks import check_count, check_number, check_temperature, unknown_name
 
 Confidence = Literal["probability", "margin", "entropy"]
 CONFIDENCES: tuple[str, ...] = get_args(Confidence)
@@ -45,11 +45,9 @@ class Sampling:
             check_number("top_p", self.top_p, least=0.0, most=1.0)
             if self.top_p == 0:
                 raise ValueError("top_p = 0 would leave no token; a number above 0, up to 1, is allowed")
-        if self.top_k is not None:
-            check_integer("top_k", self.top_k, least=1)
+        check_count("top_k", self.top_k)
         if self.confidence not in CONFIDENCES:
             raise unknown_name("confidence", self.confidence, CONFIDENCES)
-        check_switch("tempered_confidence", self.tempered_confidence)
 
     @property
     def cuts(self) -> bool:

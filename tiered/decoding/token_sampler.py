@@ -30,8 +30,8 @@ class TokenSampler:
         sampling: Sampling,
         streams: Generators,
         *,
-        min_new_tokens: int = 0,
-        ends: tuple[int, ...] = (),
+        min_new_tokens: int,
+        ends: tuple[int, ...],
     ) -> None:
         """`min_new_tokens`: number of first tokens of an answer that cannot be one of `ends`."""
         self._model, self._sampling, self._streams = model, sampling, streams

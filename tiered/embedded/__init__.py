@@ -1,1 +1,1 @@
-"""The embedded model: a small LLaDA trained by this repository, and its tokenizer."""
+"""The embedded models, trained by this repository, and their tokenizers."""

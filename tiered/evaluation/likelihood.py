@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, check_switch
 from tiered.core.errors import NonFiniteError
+from tiered.models.logit_tiles import with_guidance
 from tiered.runtime import Runtime
 
 Ids = Sequence[int]
@@ -97,7 +98,7 @@ class Likelihood:
             return logits
         prefix = torch.arange(ids.shape[1], device=ids.device) < start
         free = self.runtime.logits(ids.masked_fill(prefix, self.runtime.model.mask_token_id), columns=(first, end))
-        return free + (1 + self.cfg_scale) * (logits - free)
+        return with_guidance(torch.cat([logits, free]), self.cfg_scale)
 
     def _is_greedy(self, prefix: Ids, target: Ids) -> bool:
         options = {"block_length": len(target), "cfg_scale": self.cfg_scale, "stop_at_eos": False}

@@ -6,11 +6,10 @@ takes anyway. So the call grows by the kept rows, and by temporaries only if a s
 
 from dataclasses import dataclass
 
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import FLOAT32, Buffer
 from tiered.core.features import Account
 from tiered.forward.sizes import CallShape
 
-_FLOAT32 = 4
 # Chunk-sized tensors that `divergence_terms` holds at its peak, both log-probabilities and its masks included.
 _COMPARED = 8
 # For each pair of a needed row and a row of the step: two masks and an integer that say whether they are the same.
@@ -47,13 +46,12 @@ def attention_chunk(sizes: CallShape, *, rows: int, room: int) -> AttentionChunk
     sequences together pass a layer at a time."""
     shape, sequences, context, block_length = sizes.shape, sizes.batch, sizes.context, sizes.block_length
     element = sizes.element
-    query_width = shape.heads * shape.head_dim
     # Normed rows of the layer, their queries, the queries of the block, and the matches of its rows.
-    fixed = rows * (shape.width + query_width) * element + block_length * rows * _MATCHED
-    fixed += sequences * block_length * query_width * element
+    fixed = rows * (shape.width + shape.heads_width) * element + block_length * rows * _MATCHED
+    fixed += sequences * block_length * shape.heads_width * element
     # By head: scores and the tensors made of them, and float32 queries. Heads that share keys share float32 keys too.
-    by_head = _FLOAT32 * block_length * (_COMPARED * (context + shape.sink_tokens) + shape.head_dim)
-    keys = _FLOAT32 * context * shape.head_dim if sizes.dtype != "float32" else 0
+    by_head = FLOAT32 * block_length * (_COMPARED * (context + shape.sink_tokens) + shape.head_dim)
+    keys = FLOAT32 * context * shape.head_dim if sizes.dtype != "float32" else 0
     sharing = shape.heads // shape.kv_heads
     free = room - fixed
     groups = max(0, free // (sharing * by_head + keys))

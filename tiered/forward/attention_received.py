@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
+from tiered.core.buffers import FLOAT32
 from tiered.forward.attention_weights import attention_weights, chunks
 from tiered.forward.forward_bytes import part_bytes
 from tiered.forward.sizes import CallShape
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ def summed_chunk(sizes: CallShape, *, rows: int, held: int) -> SummedChunk:
 def weights_bytes(sizes: CallShape) -> int:
     """Bytes of one row's attention weights in one head, in float32 and in the model's dtype; with sinks, also of its
     query."""
-    query = sizes.shape.head_dim * _FLOAT32 if sizes.shape.sink_tokens else 0
-    return query + sizes.context * (_FLOAT32 + (0 if sizes.dtype == "float32" else sizes.element))
+    query = sizes.shape.head_dim * FLOAT32 if sizes.shape.sink_tokens else 0
+    return query + sizes.context * (FLOAT32 + (0 if sizes.dtype == "float32" else sizes.element))
 
 
 def attention_received(

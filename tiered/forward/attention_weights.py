@@ -1,4 +1,4 @@
-"""Attention weights as a tensor, for analysis and commit rules: softmax of q·k of some rows with cap, sinks and masks.
+"""Attention weights as a tensor, for policies and commit rules: softmax of q·k of some rows with cap, sinks and masks.
 
 Attention itself materialises none. For many rows `chunks` bounds the weights that exist at a time.
 """
@@ -17,8 +17,8 @@ def masked_scores(
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch length"] | None,
     *,
-    soft_cap: float | None = None,
-    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    soft_cap: float | None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:

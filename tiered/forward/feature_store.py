@@ -148,7 +148,7 @@ class FeatureStore:
         return stored[self._places[feature, layer] if len(stored) > 1 else 0, : self._sequences]
 
     def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
-        """The same, if the caller writes `rows` and reads nothing."""
+        """Stored rows, for a caller that writes `rows` and reads nothing."""
         return self._kept(feature, layer)
 
     def _coded(

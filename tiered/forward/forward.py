@@ -55,8 +55,8 @@ class Forward:
         router_probe: called in every layer with a mixture. It gets the experts of some rows, on the host, and each of
             these experts once. None for no call.
         experts_picked: experts of a layer that the last step picked, on average over layers with a mixture.
-        between: called after each piece of a layer with its share of a row's work. It must use another store. None for
-            no call.
+        between: called after each piece of a layer with its share of a row's work. The callee must not use this
+            forward's store. None for no call.
     `dense` is the layer of a plain step. A policy's layer program may call its pieces over other rows.
     """
 
@@ -412,4 +412,4 @@ def add_branch(
 
 
 # A pass, and the layers that it goes through.
-Asked = tuple[Forward, Pass]
+AskedPass = tuple[Forward, Pass]

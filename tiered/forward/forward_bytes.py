@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, product
 
-from tiered.core.buffers import Buffer, ShapeAndDtype, phase, phase_bytes
+from tiered.core.buffers import FLOAT32, INT64, Buffer, ShapeAndDtype, phase, phase_bytes
 from tiered.core.features import Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows
 from tiered.forward.sizes import CallShape, feature_buffers
@@ -24,10 +24,8 @@ from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape, 
 # their temporaries grow in proportion.
 PART_ROWS = 512
 
-_FLOAT32 = 4
 _DECODED = 9  # bytes by element: its code, an int32 index to look it up, and a float32
 _DECODED_WEIGHT = 13  # bytes by element of a weight: the same, and the product with its scales
-_INDEX = 8
 
 
 def part_rows(batch: int) -> int:
@@ -124,7 +122,7 @@ def _head(sizes: CallShape, rows: int, tokens: int) -> dict[str, ShapeAndDtype]:
 
 
 def _sum_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
-    """The same for a rule that only reads sums of logits (`TiledSums`)."""
+    """Buffers of the head for a rule that only reads sums of logits (`TiledSums`)."""
     shape, tokens, of_rows = sizes.shape, min(VOCABULARY_TILE, sizes.shape.vocab_size), (sizes.sequences, rows)
     head: dict[str, ShapeAndDtype] = {
         "sums of embeddings, and a tile's": ((2, *of_rows, shape.width), "float32"),
@@ -157,28 +155,27 @@ def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """The same by phase, of the layers that take most. Products of one phase are freed before the next begins."""
+    """Temporaries by phase, of the layers that take most. Products of one phase are freed before the next begins."""
     kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
     return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
 
 
 def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
     shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
-    query_width = shape.heads * shape.head_dim
     tile = max(tile_bytes(sizes, factor, rows) for factor in _factors(shape))
     of_weights = {"tile of the weights": ((tile,), "uint8")}
-    products = {"products, half and result": ((3, rows, query_width), "float32")}
+    products = {"products, half and result": ((3, rows, shape.heads_width), "float32")}
     # Before and after the heads are concatenated.
-    mixed = {"queries and what they mix": ((3, rows, query_width), dtype)}
+    mixed = {"queries and what they mix": ((3, rows, shape.heads_width), dtype)}
     gates = {"gate, projections and their product": ((shape.mlp_matrices + 1, rows, shape.mlp_width), dtype)}
     normed, branch = {"normed rows": ((rows, shape.width), dtype)}, {"branch": ((rows, shape.width), dtype)}
     by_block = {
-        "queries and what is made of them": ((2, rows, query_width), dtype),
+        "queries and what is made of them": ((2, rows, shape.heads_width), dtype),
         "log-sum-exps": ((2, rows, shape.heads), "float32"),
         "chunk": ((_attention_bytes(sizes, rows // sizes.sequences),), "uint8"),
     }
     buffers = [
-        *phase("rotation", {"queries": ((rows, query_width), dtype)} | products),
+        *phase("rotation", {"queries": ((rows, shape.heads_width), dtype)} | products),
         *phase("attention", normed | mixed | branch | of_weights),
         *(phase("MLP", normed | gates | of_weights) if shape.experts is None or shape.experts.dense else ()),
         *phase("attention by chunks", normed | by_block),
@@ -195,8 +192,8 @@ def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
     if sizes.gpu is not None:  # `DiffusionModel.queries_keys_values`
         made = 2 if any(name.endswith(".q_norm.weight") for name in shape.own_shapes) else 1
         joined = {
-            "queries, keys and values": ((rows, query_width + 2 * shape.kv_width), dtype),
-            "queries and keys, normed and rotated": ((made, rows, query_width + shape.kv_width), dtype),
+            "queries, keys and values": ((rows, shape.heads_width + 2 * shape.kv_width), dtype),
+            "queries and keys, normed and rotated": ((made, rows, shape.heads_width + shape.kv_width), dtype),
         }
         buffers += phase("one product of queries, keys and values", normed | joined | codes)
     return buffers
@@ -264,7 +261,7 @@ def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:
         return 0
     if sizes.gpu is not None:
         decoded = decoded_rows(3 * out, inner) * inner * sizes.element if rows >= DECODED_FROM else 0
-        return max(decoded, _FLOAT32 * most_sums(min(rows, DECODED_FROM - 1), 3 * out, inner))
+        return max(decoded, FLOAT32 * most_sums(min(rows, DECODED_FROM - 1), 3 * out, inner))
     some = min(out, max(1, TILE_ELEMENTS // inner))
     decoding = min(CHUNK_ELEMENTS, some * inner) * _DECODED_WEIGHT
     return some * inner * sizes.element + max(decoding, some * rows * sizes.element)
@@ -314,8 +311,8 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
         # Queries, the output and one chunk's output are equally large; some sums come with them.
         some = min(1 << power, rows)
         keys = groups * columns * shape.head_dim if copied else 0
-        held = _FLOAT32 * (groups * sharing * some * (columns + 3 * shape.head_dim + 5 + shape.sink_tokens) + keys)
-        turned = _FLOAT32 * keys if shape.keys_of_values else 0  # once values are decoded
+        held = FLOAT32 * (groups * sharing * some * (columns + 3 * shape.head_dim + 5 + shape.sink_tokens) + keys)
+        turned = FLOAT32 * keys if shape.keys_of_values else 0  # once values are decoded
         if sizes.kv is None:
             held += turned
         else:
@@ -325,6 +322,6 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
         # Columns that each row sees, and their mask.
         limited = shape.sight != "canvas"
         limits = 2 if shape.windows else int(limited)  # their end and, with windows, their start
-        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) * limits
+        hidden = -(-groups // shape.kv_heads) * some * (INT64 + context) * limits
         most = max(most, held + hidden)
     return most

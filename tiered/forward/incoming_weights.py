@@ -11,6 +11,8 @@ from tiered.forward.weight_bytes import WeightBytes
 from tiered.forward.weight_homes import WeightHomes
 from tiered.forward.weight_records import RecordLayout, WeightRecords
 from tiered.kernels.coded_rows import CodedRows
+from tiered.models.base import DiffusionModel
+from tiered.models.checkpoint import assign
 from tiered.offload.file_record import FileRecord
 from tiered.tiers.tiers import Home
 
@@ -47,6 +49,7 @@ class IncomingWeights:
             TierCapacityError: the device has no memory for the resident layers.
         """
         self._records, self._now, self._files, self._homes = records, now, files, homes
+        self._model: DiffusionModel = records.model
         # The first records in this order go below the host.
         self._order = {key: place for place, key in enumerate(key for layer in now.layers for key in now.keys(layer))}
         self._filling: dict[Hashable, _Incoming] = {
@@ -59,7 +62,7 @@ class IncomingWeights:
         """The memory for the bytes of the weight named `own`, or of some of its rows. It is in the record of its layer,
         on the device or on the host; None for a weight without a record. Raises `TierCapacityError` if the host has no
         room for the record."""
-        found = self._records.find(own)
+        found = self._model.shape.place_of(own)
         if found is None:
             return None
         key, name, rows = self._record_of(*found, rows)
@@ -77,12 +80,12 @@ class IncomingWeights:
     def place(self, own: str, weight: Tensor | CodedRows, rows: slice | None = None) -> None:
         """Add the weight named `own`, or some of its rows, which are in their `room` if they have one. Errors as
         `WeightHomes.sink`."""
-        found = self._records.find(own)
+        found = self._model.shape.place_of(own)
         if found is None:
-            self._records.place(own, weight)
+            assign(self._model, own, weight)
             return
         if found[0] in self._now.layers:
-            self._records.place(own, None)
+            assign(self._model, own, None)
         key, name, rows = self._record_of(*found, rows)
         if self._is_read_later(key):
             if key not in self._homes().residency:  # at its first matrix: the files hold the whole record
@@ -91,7 +94,7 @@ class IncomingWeights:
         filling = self._filling[key]
         filling.missing[name] -= filling.layout.rows[name] if rows is None else rows.stop - rows.start
         if filling.home is None and not filling.missing[name]:
-            self._records.place(own, self._records.matrix(filling.bytes, name, filling.layout))
+            assign(self._model, own, self._records.matrix(filling.bytes, name, filling.layout))
         if not any(filling.missing.values()):
             del self._filling[key]
             if filling.home is not None:

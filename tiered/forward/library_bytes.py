@@ -8,13 +8,12 @@ within 85 % of its best use. So there are at most six times as many programs as 
 
 import torch
 
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import FLOAT32, Buffer
 from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape, Gpu
 from tiered.offload.device import cublas_workspace_bytes, device_name, multiprocessors, pick_device
 
-_FLOAT32 = 4
 _PROGRAM_ROWS, _PROGRAM_KEYS = 64, 64  # of flash attention; it takes up to 256 keys at a time
 _PROGRAMS, _ROUNDS = 2, 6
 _ALIGNED = 32  # elements: rows are rounded up to a multiple
@@ -56,6 +55,6 @@ def library_buffers(sizes: CallShape) -> list[Buffer]:
             rows = sizes.sequences * shape.heads * min(sizes.context, part_rows(sizes.sequences))
             most = _ROUNDS * _PROGRAMS * gpu.multiprocessors * _PROGRAM_ROWS
             width = -(-shape.head_dim // _ALIGNED) * _ALIGNED + 1  # one more for the sum of weights
-            attention += min(parts * rows, most) * width * _FLOAT32
+            attention += min(parts * rows, most) * width * FLOAT32
     of_libraries = {"workspace of cuBLAS": gpu.workspace_bytes, "workspace of torch's attention": attention}
     return [Buffer(name, Account.LIBRARIES, (nbytes,)) for name, nbytes in of_libraries.items()]

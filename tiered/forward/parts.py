@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiered.core.rows import Rows
 from tiered.kernels.coded_rows import Heads
-from tiered.models.attention import Attended, Limits
+from tiered.models.attention import Limits, PartOutput
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 
@@ -23,7 +23,7 @@ Border = int | Int[Tensor, " batch"]
 class Part(Protocol):
     """Keys and values that rows read beside those of the canvas."""
 
-    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Heads) -> Iterable[Attended]:
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Heads) -> Iterable[PartOutput]:
         """Attention of `rows` over the part without sinks, whole or in chunks."""
         ...
 

@@ -9,10 +9,9 @@ from tiered.core.checks import unknown_name
 from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Account, Feature
 from tiered.kernels.row_code import GROUP, RowCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
+from tiered.models.weight_form import RAW, RAW_WEIGHTS, WeightForm
 
 DEFAULT_BLOCK_LENGTH = 32
-RAW = "raw"
 
 
 def kv_code(name: str, shape: ModelShape) -> RowCode | None:

@@ -21,9 +21,9 @@ from tiered.kernels.expert_table import ExpertTable, Matrix
 from tiered.tiers.parts import Wanted
 
 GROUP = 8  # experts that arrive: few, so that copies overlap computation; several, so that they share one wait
-SURE = 0.95  # of the guesses of a kind at least so many were right, of those since the last `MEMORY` or twice as many
+SURE = 0.95  # least share of right guesses for a kind to be fetched, among its last 128 to 256 guesses
 MEMORY = 128
-MOST_ROWS = 4  # an expert that this many rows would pick is hardly less sure than one that more rows would
+MOST_ROWS = 4  # rows that a kind tells apart: an expert that 4 rows would pick is as sure as one that more would
 _Kind = tuple[bool, int, bool, int]
 
 

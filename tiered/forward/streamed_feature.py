@@ -69,7 +69,7 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def to_write(self, layer: int, columns: Columns, *, whole: bool) -> Float[Tensor, "batch heads columns elements"]:
-        """The same view, to be written only in `columns` of the first sequences. `whole`: the caller writes all of
+        """As `view`, to be written only in `columns` of the first sequences. `whole`: the caller writes all of
         them, so chunks within them are not fetched. Errors as `view`."""
         chunks, earlier = self._chunks, self._written
         if earlier is not None and (earlier.layer != layer or len(earlier.columns) != len(columns)):

@@ -49,7 +49,7 @@ class StreamedWeights:
         device: torch.device,
         now: WeightBytes,
         files: Mapping[Hashable, FileRecord],
-        transport: Callable[[], Transport] | None = None,
+        transport: Callable[[], Transport] | None,
     ) -> None:
         """Book the weights that `incoming` will add. `transport` makes the transport of copies; None for the device's.
 
@@ -66,7 +66,7 @@ class StreamedWeights:
             self._open_slots()
 
     def incoming(self) -> IncomingWeights:
-        """The same weights while a checkpoint is read. Raises as `IncomingWeights`."""
+        """The weights while a checkpoint is read. Raises as `IncomingWeights`."""
         return IncomingWeights(self.records, self.now, self.files, self._open, self._device)
 
     def held(self) -> dict[Tier, int]:

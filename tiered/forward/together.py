@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tiered.core.buffers import FLOAT32, INT64
 from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Asked, Forward, Logits, add_branch
+from tiered.forward.forward import AskedPass, Forward, Logits, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.choice import for_device
@@ -30,8 +31,6 @@ from tiered.models.base import DiffusionModel, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.models.router import picked_experts
-
-_FLOAT32, _INT64 = 4, 8
 
 
 def shareable(forward: Forward, pass_: Pass) -> bool:
@@ -50,7 +49,7 @@ def shared_bytes(sizes: CallShape) -> int:
     two tables of stores."""
     rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
     table = table_numbers(sizes.sequences, rows, sizes.shape.layers)
-    return 2 * (rows * sizes.shape.head_dim * _FLOAT32 + table * _INT64)
+    return 2 * (rows * sizes.shape.head_dim * FLOAT32 + table * INT64)
 
 
 def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
@@ -66,7 +65,7 @@ def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
     return groups
 
 
-def logits_together(asked: Sequence[Asked]) -> Sequence[Logits | LogitTiles]:
+def logits_together(asked: Sequence[AskedPass]) -> Sequence[Logits | LogitTiles]:
     """`Forward.answer` of each pass; several are all shareable and of one model. On a CPU they equal those of
     `Forward.logits` bit for bit. Memory stays within the bookings of all calls and `shared_bytes`."""
     if len(asked) == 1:
@@ -83,7 +82,7 @@ class Batch:
     recorded batch, such as a CUDA graph, serves all of these: it takes their inputs in place of its own.
     """
 
-    def __init__(self, asked: Sequence[Asked]) -> None:
+    def __init__(self, asked: Sequence[AskedPass]) -> None:
         for forward, pass_ in asked:
             forward.begin(pass_)
             forward.rows_computed = pass_.rows.count
@@ -146,7 +145,7 @@ class Batch:
 class _BatchRows:
     """Rows of several calls, concatenated into one sequence."""
 
-    def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows], *, by_table: bool) -> None:
+    def __init__(self, asked: Sequence[AskedPass], rows: Sequence[Rows], *, by_table: bool) -> None:
         """`by_table`: one launch may store all rows, and one compute their attention."""
         self._table = store_table(asked, rows) if by_table else None
         self._asked, self._each, self._batches = asked, rows, [len(pass_.ids) for _, pass_ in asked]
@@ -213,7 +212,7 @@ class _BatchRows:
         ]
 
 
-def store_table(asked: Sequence[Asked], rows: Sequence[Rows]) -> StoreTable | None:
+def store_table(asked: Sequence[AskedPass], rows: Sequence[Rows]) -> StoreTable | None:
     """The addresses at which the calls store `rows`, and the columns that these read. None without kernels, and for a
     call whose columns only the device knows, whose store is not all on the device, or whose rows a probe counts."""
     if for_device(store_rows, rows[0].index.device) is store_rows:

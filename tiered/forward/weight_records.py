@@ -10,6 +10,7 @@ from torch import Tensor
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.expert_table import Matrix
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.shape import ModelShape
@@ -17,8 +18,6 @@ from tiered.models.weight_form import WeightForm, places
 from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import NoRoomError
-
-Matrix = Tensor | CodedRows
 
 
 class RecordLayout:
@@ -68,9 +67,6 @@ class WeightRecords:
         """Names of a layer's matrices, in the order of the record."""
         return list(self.layer.rows)
 
-    def find(self, own: str) -> tuple[int, str] | None:
-        return self.model.shape.place_of(own)
-
     def find_record(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, slice | None]:
         """Key of the record that holds `rows` of a matrix, and their place in the record."""
         if self.model.shape.experts is None:
@@ -118,10 +114,6 @@ class WeightRecords:
         if code is None:
             return stored.view(self._dtype).view(out, inner)
         return CodedRows(stored.view(out, -1), code, inner, self._dtype)
-
-    def place(self, own: str, weight: Matrix | None) -> None:
-        """Assign the weight named `own`; None for a weight that is not on the device."""
-        assign(self.model, own, weight)
 
     def views(self, record: UInt8[Tensor, " record"]) -> list[Matrix]:
         """The matrices of a record in a slot. Slots stay the same until `forget_slots`."""

@@ -20,7 +20,7 @@ from tiered.kernels.store_table import StoreTable
 # kernels use the fast units of each GPU.
 MOST_ROWS = 512
 # Output of some rows over a part, [batch, heads, rows, head_dim], and the log-sum-exp of their scores.
-Attended = tuple[Tensor, LogSumExp]
+PartOutput = tuple[Tensor, LogSumExp]
 Joined = Float[Tensor, "batch rows heads_width"]  # outputs of rows, heads concatenated
 
 
@@ -59,8 +59,8 @@ def attend_apart(queries: Heads, table: StoreTable, layer: int, **softened: Any)
     return heads_joined(for_device(attention_apart, queries.device)(queries, table, layer, **softened))
 
 
-def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
-    """The same, `scale` in `softened`, with the log-sum-exp that a merge with other parts needs."""
+def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **softened: Any) -> PartOutput:
+    """Attention over one of several parts, `scale` in `softened`, with the log-sum-exp for a merge with the others."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:
         start = pads if start is None else torch.maximum(pads, start)
@@ -69,7 +69,7 @@ def attend_part(queries: Heads, keys: Keys, values: KeyValue, limits: Limits, **
     return attention(queries, keys, values, key_mask=mask, start=start, stop=limits.stop, **softened)
 
 
-def merged(part: Attended, others: Iterable[Attended]) -> Heads:
+def merged(part: PartOutput, others: Iterable[PartOutput]) -> Heads:
     """Output of rows that read all of these parts, in float32."""
     total, sums = part[0].float(), part[1]
     for mixed, of_part in others:

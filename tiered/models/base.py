@@ -20,7 +20,7 @@ from tiered.kernels.projection import joined_bias, project, project_joined
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.kernels.rotate_ref import HeadNorms
 from tiered.kernels.store_table import StoreTable
-from tiered.models.attention import Attended, Joined, Limits, attend, attend_apart, attend_part
+from tiered.models.attention import Joined, Limits, PartOutput, attend, attend_apart, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.rope import Rotary
@@ -220,13 +220,13 @@ class DiffusionModel(nn.Module):
 
     def attend_part(
         self, layer: int, queries: Heads, keys: Keys, values: KeyValue, limits: Limits, *, sinks: bool = False
-    ) -> Attended:
-        """The same over one of several parts. Only one of them has `sinks`."""
+    ) -> PartOutput:
+        """Attention over one of several parts. Only one of them has `sinks`."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
         return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
 
     def attend_apart(self, layer: int, queries: Heads, table: StoreTable) -> Joined:
-        """The same of rows of several calls, each over its own stores."""
+        """Attention of rows of several calls, each over its own stores."""
         return attend_apart(queries, table, layer, **self._softened(layer))
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:

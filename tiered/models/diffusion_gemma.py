@@ -25,7 +25,7 @@ from tiered.kernels.row_code import chunks
 from tiered.models.attention import Joined
 from tiered.models.base import Hidden, KeyHeads, RMSNorm, RouterProbe
 from tiered.models.config_fields import FULL, SLIDING, end_tokens, number_in, positive, value_of
-from tiered.models.layout import IN_BLOCK, NAMES, Layout
+from tiered.models.layout import HEAD_NORMS, IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
 from tiered.models.rope import Rotary, turning_pairs
 from tiered.models.rotation import Rotation
@@ -72,8 +72,7 @@ _LAYOUT = Layout(
 _NORMS = ("attn_post_norm", "shared_post_norm", "experts_norm", "experts_post_norm", "ff_post_norm")
 _IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     **{f"{name}.weight": ("width",) for name in _NORMS},
-    "q_norm.weight": ("head_dim",),
-    "k_norm.weight": ("head_dim",),
+    **HEAD_NORMS,
     "router_scale": ("width",),
     "expert_scale": ("experts",),
     "decoder_scale": ("one",),

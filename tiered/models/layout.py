@@ -66,7 +66,9 @@ IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "up_proj": ("mlp_width", "width"),
     "ff_out": ("width", "mlp_width"),
 }
-# They replace the last three in a layer with a mixture.
+# Of a family that norms heads and keys head by head.
+HEAD_NORMS: Mapping[str, tuple[str, ...]] = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
+# They replace the last three of `IN_BLOCK` in a layer with a mixture.
 MIXTURE: Mapping[str, tuple[str, ...]] = {
     ROUTER: ("experts", "width"),
     ROUTER_BIAS: ("experts",),

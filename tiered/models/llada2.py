@@ -8,10 +8,10 @@ choice. Block routing (LLaDA2.2) is refused, because no copy of its code was at 
 from collections.abc import Mapping
 
 from tiered.models.base import Projection
-from tiered.models.config_fields import count, positive, switch
-from tiered.models.layout import IN_BLOCK, NAMES, Layout
+from tiered.models.config_fields import count, number_in, positive, switch
+from tiered.models.layout import HEAD_NORMS, IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
-from tiered.models.router import Router, experts_of, scale_of
+from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER, ROUTER_BIAS
 
 _LAYOUT = Layout(
@@ -68,13 +68,13 @@ def read_llada2_config(config: Mapping[str, object]) -> MixtureConfig:
         groups=positive(config, "n_group"),
         kept_groups=positive(config, "topk_group"),
         normalised=switch(config, "norm_topk_prob", True) and experts.picked > 1,
-        scale=scale_of(config),
+        scale=number_in(config, "routed_scaling_factor", 1.0),
     )
     return MixtureConfig(
         **_LAYOUT.read_in_blocks(
             config,
             windowed=switch(config, "use_sliding_window"),
-            more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
+            more=HEAD_NORMS,
             sight="blocks",
             finishes_blocks=True,
             experts=experts,

@@ -7,7 +7,7 @@ the experts that it picks; a bias, if any, counts for the choice and stays in th
 from collections.abc import Mapping
 
 from tiered.models.config_fields import length_or_none, positive, switch
-from tiered.models.layout import NAMES, Layout
+from tiered.models.layout import HEAD_NORMS, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
 from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER, ROUTER_BIAS
@@ -57,7 +57,7 @@ def read_llada_moe_config(config: Mapping[str, object]) -> MixtureConfig:
     return MixtureConfig(
         **_LAYOUT.read(
             {**config, "intermediate_size": width},
-            more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
+            more=HEAD_NORMS,
             experts=experts,
         ),
         router=Router(score="softmax", picked=experts.picked, weighs_bias=True).check(experts.count),

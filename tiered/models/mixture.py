@@ -44,8 +44,10 @@ class MixtureConfig(ModelConfig):
 
 
 class MixtureModel(DiffusionModel):
-    """Attributes:
-    streamed: fetches experts to the device; None if all are there.
+    """A model whose layers have mixtures of experts.
+
+    Attributes:
+        streamed: fetches experts to the device; None if all are there.
     """
 
     config: MixtureConfig

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 NoiseSchedule = Literal["cosine", "linear"]
+SCHEDULES: tuple[NoiseSchedule, ...] = get_args(NoiseSchedule)
 # Beyond it the share of clean tokens, or of noise, rounds to 0 or 1 in float64.
 MOST_LOG_SNR = 30.0
-SCHEDULES: tuple[NoiseSchedule, ...] = ("cosine", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

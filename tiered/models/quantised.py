@@ -73,9 +73,9 @@ class CodedParts:
 
     code: WeightCode
     codes: Part
-    scale: Part | None = None
-    block_scales: Part | None = None
-    zeros: Part | None = None
+    scale: Part | None
+    block_scales: Part | None
+    zeros: Part | None
     divides: bool = False
     swizzled: bool = False
     shifted: bool = False

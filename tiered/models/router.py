@@ -10,7 +10,7 @@ from jaxtyping import Float32, Int
 from torch import Tensor
 
 from tiered.kernels.expert_outputs_ref import Picks
-from tiered.models.config_fields import number_in, positive
+from tiered.models.config_fields import positive
 from tiered.models.shape import Experts
 
 Score = Literal["softmax", "sigmoid"]
@@ -129,8 +129,3 @@ def experts_of(
         biased=biased,
         dense=dense,
     )
-
-
-def scale_of(config: Mapping[str, object]) -> float:
-    """The factor of weights in config.json; 1 if it is absent."""
-    return number_in(config, "routed_scaling_factor", 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered.models.base import DiffusionModel
 from tiered.models.config_fields import positive, switch, value_of
-from tiered.models.layout import NAMES, Layout, ModelConfig
+from tiered.models.layout import HEAD_NORMS, NAMES, Layout, ModelConfig
 from tiered.models.mixture import MixtureConfig, MixtureModel
 from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER
@@ -51,10 +51,9 @@ def read_sdar_moe_config(config: Mapping[str, object]) -> MixtureConfig:
 
 
 def _read(layout: Layout, config: Mapping[str, object], **facts: Any) -> dict[str, Any]:
-    norms = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
     windowed = switch(config, "use_sliding_window")
     facts |= {"sight": "blocks", "cuts_answers": False, "finishes_blocks": True}
-    return layout.read_in_blocks(config, windowed=windowed, more=norms, **facts)
+    return layout.read_in_blocks(config, windowed=windowed, more=HEAD_NORMS, **facts)
 
 
 class Sdar(DiffusionModel):

@@ -40,9 +40,9 @@ class Experts:
     count: int
     picked: int
     width: int
-    shared_width: int = 0
-    biased: bool = False
-    dense: tuple[int, ...] = ()
+    shared_width: int
+    biased: bool
+    dense: tuple[int, ...]
 
     def reached(self, rows: float) -> float:
         """Experts of a layer that `rows` rows go to, on average, if each row picks them at random. Rows of one text

@@ -1,1 +1,1 @@
-"""The live view, traces, and analyses of caches."""
+"""The live view of a call, and traces."""

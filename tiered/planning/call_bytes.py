@@ -39,9 +39,9 @@ class CallBytes:
     buffers: tuple[Buffer, ...]
     records: RecordBytes | None
     streams: StreamBytes | None
-    weights: WeightBytes | None = None
-    compared: AttentionChunk | None = None
-    most_rows: int | None = None
+    weights: WeightBytes | None
+    compared: AttentionChunk | None
+    most_rows: int | None
 
     @classmethod
     def of(

@@ -72,7 +72,7 @@ def check_policy(
         )
         raise ValueError(f"policy {policy.name!r} {what}; allowed: {', '.join(policies_for(shape.sight))}")
     if policy.needs_order() and not ordered:
-        masks = "" if shape.noise == "mask" else f", and a rule for masks: {name!r} knows {shape.noise} noise"
+        masks = "" if shape.noise == "mask" else f", and a rule for masks: {name!r} has {shape.noise} noise"
         raise ValueError(
             f"policy {policy.name!r} recomputes the tokens that a step will commit, so it must know them before: "
             f"remasking = 'random' is allowed, not 'low_confidence', which decides on the logits{masks}"

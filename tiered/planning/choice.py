@@ -47,7 +47,7 @@ def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: in
     """The policy for a call of `sizes`: `policy` itself, unless one of its options is "auto". `prompt`: tokens of the
     shortest prompt; None for prompts that fill the canvas in front of the answer."""
     prompt, blocks = prompt_of(sizes) if prompt is None else prompt, answer_of(sizes) // sizes.block_length
-    behind = f"{blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
+    behind = f"{blocks} block{'s' * (blocks > 1)} after a prompt of {prompt} tokens"
     if not isinstance(policy, Auto):
         seldom = prompt >= LEAST_STALE_PROMPT and blocks > 1
         opened = {name: values[seldom] for name, values in REFRESHES.items() if getattr(policy, name, None) == "auto"}
@@ -56,9 +56,7 @@ def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: in
         return Choice(BlockCausal(), "keys and values of finished blocks are exact")
     none = row_schedule("none")
     if prompt < LEAST_STALE_PROMPT:
-        return Choice(
-            none, f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
-        )
+        return Choice(none, f"the prompt has {prompt} tokens; caches lose answers below {LEAST_STALE_PROMPT}")
     if not Workload(AUTO, sizes).over(budget):
         return Choice(AUTO, f"measured to answer as `none`, for {behind}")
     none_fits = not Workload(none, sizes).over(budget)

@@ -105,7 +105,7 @@ def call_time(
 ) -> CallTime:
     """The seconds of a call of `sizes` with the bytes `needed`. Every forward moves all streamed layers, and the
     experts that it lacks."""
-    streamed = 0 if needed.streams is None else sum(stream.records for stream in needed.streams.streams)
+    streamed = 0 if needed.streams is None else needed.streams.moved
     kinds = {}
     for count, forward in _kinds(policy, sizes, tokens_per_forward):
         moved = streamed + forward.fetched + weights_moved(sizes, needed.weights, forward.rows)

@@ -1,4 +1,4 @@
-"""Caching policies, which decide the rows that a step recomputes. One file each, registered by name."""
+"""Caching policies, which decide the rows that a step recomputes, and their registry."""
 
 # Defined here, so that reading it needs no torch.
 DEFAULT_POLICY = "auto"

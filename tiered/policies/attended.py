@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import FLOAT32, Buffer
 from tiered.core.checks import check_integer
 from tiered.core.features import Account
 from tiered.core.ops import Op
@@ -27,8 +27,6 @@ from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.row_schedule import REFRESH_EVERY_4, row_schedule
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,4 +130,4 @@ def _held(sizes: CallShape) -> int:
     sum so far."""
     shape, rows = sizes.shape, min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
     passing = rows * (shape.width + shape.heads_width) * sizes.element
-    return passing + 2 * sizes.batch * sizes.context * _FLOAT32
+    return passing + 2 * sizes.batch * sizes.context * FLOAT32

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.canvas import PROMPT
-from tiered.core.checks import check_integer, check_interval, unknown_name
+from tiered.core.checks import check_count, check_integer, unknown_name
 from tiered.core.features import Feature
 from tiered.core.rows import rows_where
 from tiered.kernels.host_values import on_device
@@ -65,9 +65,9 @@ class RowSchedule(Policy):
         if self.rows not in get_args(RowsOf):
             raise unknown_name("rows", str(self.rows), get_args(RowsOf))
         for name in ("refresh_interval", "next_block_interval"):
-            check_interval(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.prompt_interval != "refresh":
-            check_interval("prompt_interval", self.prompt_interval)
+            check_count("prompt_interval", self.prompt_interval)
         if self.refresh_blocks not in (None, "auto"):
             check_integer("refresh_blocks", self.refresh_blocks, least=1)
         if self.refresh_blocks not in (None, 1) and self.refresh_interval is not None:

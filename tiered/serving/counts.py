@@ -42,7 +42,8 @@ class Clock:
 
 @dataclass(slots=True)
 class Counts:
-    """
+    """Work of a scheduler so far.
+
     Attributes:
         ended: requests by final `RequestState`.
         forwards: passes through the layers; a shared pass counts once.

@@ -44,7 +44,7 @@ class Replies:
         role = {"delta": {"role": "assistant", "content": ""}}
         return self._chunk([self._choice(index, role, "", None)]) if self.chat else b""
 
-    def more(self, index: int, text: str, part: str = CONTENT) -> bytes:
+    def more(self, index: int, text: str, part: str) -> bytes:
         return self._chunk([self._choice(index, {"delta": {part: text}}, text, None)])
 
     def last(self, index: int, reason: str) -> bytes:

@@ -15,7 +15,7 @@ from tiered.core.features import Account
 from tiered.decoding.asking import Answer, Asking, go_on
 from tiered.decoding.observers import Streamer
 from tiered.decoding.output_writer import GenerationState
-from tiered.forward.forward import Asked
+from tiered.forward.forward import AskedPass
 from tiered.forward.together import shared_bytes
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
@@ -82,7 +82,7 @@ class Request:
         self.error: Exception | None = None
         self.arrived = time.monotonic()
         self.ended: float | None = None
-        self.asked: Asked | Tensor | None = None
+        self.asked: AskedPass | Tensor | None = None
         self.turn = -1
         self._streamer, self._on_end, self._seconds = streamer, on_end, seconds
         self.enough: int | None = None

@@ -20,7 +20,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.modes import call_modes
 from tiered.decoding.asking import Answer, read_together
 from tiered.decoding.observers import Streamer, check_streamer
-from tiered.forward.forward import Asked
+from tiered.forward.forward import AskedPass
 from tiered.forward.together import groups_of, logits_together, shareable
 from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
@@ -223,7 +223,7 @@ class Scheduler:
             self._read()
         self._let_leave()
 
-    def _forward_long(self, request: Request, asked: Asked) -> None:
+    def _forward_long(self, request: Request, asked: AskedPass) -> None:
         """Run a long forward, with rounds of the other requests in between."""
         most, passed = self.runtime.model.shape.layers * self.max_prefill_rows, 0.0
         forward, _ = asked
@@ -246,7 +246,7 @@ class Scheduler:
         finally:
             self._long, forward.between = None, None
 
-    def _forward(self, group: Sequence[tuple[Request, Asked]]) -> None:
+    def _forward(self, group: Sequence[tuple[Request, AskedPass]]) -> None:
         with self.counts.clock.of(Work.MODEL):
             self.counts.forwards += 1
             self.counts.taken += len(group)

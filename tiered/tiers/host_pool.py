@@ -142,8 +142,8 @@ class HostPool:
 
 
 @contextmanager
-def told_by_tier(tier: Tier) -> Iterator[None]:
-    """Turn errors of storage into errors of the public contract."""
+def tier_errors(tier: Tier) -> Iterator[None]:
+    """Raise `TierCapacityError` of `tier` in place of `NoRoomError` and `PinError`."""
     try:
         yield
     except NoRoomError as error:

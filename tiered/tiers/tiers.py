@@ -19,7 +19,7 @@ from tiered.offload.ring import Ring
 from tiered.offload.scratch_file import ScratchFile
 from tiered.offload.size_class import UNIT
 from tiered.offload.transport import Lane, Transport
-from tiered.tiers.host_pool import KNOBS, HostPool, booked, told_by_tier
+from tiered.tiers.host_pool import KNOBS, HostPool, booked, tier_errors
 from tiered.tiers.stats import TierStats, reporting
 from tiered.tiers.traffic import Traffic
 
@@ -91,7 +91,7 @@ class Tiers:
         tier, allocate = Tier.HOST, self.pool.take
         if region is not Region.LOAD_SLOT:
             tier, allocate = Tier.DEVICE, booked(self.ledger, Tier.DEVICE, device_chunks(self.device), hint)
-        with told_by_tier(tier):
+        with tier_errors(tier):
             chunk = allocate(slots * slot_bytes)
         opened.callback(chunk.free)
         self.ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
@@ -104,7 +104,7 @@ class Tiers:
         """A home of `nbytes` in host memory, booked under `account`. `room`: bytes of the memory; those beyond `nbytes`
         are spare. Raises `TierCapacityError` if the host has no room for it."""
         with ExitStack() as opened:
-            with told_by_tier(Tier.HOST):
+            with tier_errors(Tier.HOST):
                 chunk = self.pool.take(room)
             opened.callback(chunk.free)
             self.ledger.rebook(Account.SPARE, account, nbytes, Tier.HOST)
@@ -118,7 +118,7 @@ class Tiers:
     def on_device(self, account: Account, nbytes: int) -> UInt8[Tensor, " nbytes"]:
         """Device memory, booked under `account` until the tiers are closed. Raises `TierCapacityError` if it has no
         room."""
-        with told_by_tier(Tier.DEVICE):
+        with tier_errors(Tier.DEVICE):
             chunk = booked(self.ledger, Tier.DEVICE, device_chunks(self.device))(nbytes)
         self.memory.callback(chunk.free)
         self.ledger.rebook(Account.SPARE, account, nbytes, Tier.DEVICE)
@@ -137,7 +137,7 @@ class Tiers:
         source = home.memory
         assert source is not None, "it is in host memory"
         with ExitStack() as opened:
-            with told_by_tier(Tier.DISK):
+            with tier_errors(Tier.DISK):
                 slot = self._scratch_file(room).place(home.nbytes)
             opened.callback(slot.release)
             self.ledger.rebook(Account.SPARE, account, home.nbytes, Tier.DISK)
@@ -243,7 +243,7 @@ def check_disk(budget: MemoryBudget) -> None:
     can be created in `disk_path`, and `TierCapacityError` if the disk has fewer free bytes."""
     cap = budget.cap(Tier.DISK)
     if cap and budget.disk_path is not None:
-        with told_by_tier(Tier.DISK), closing(ScratchFile(budget.disk_path, UNIT)) as file:
+        with tier_errors(Tier.DISK), closing(ScratchFile(budget.disk_path, UNIT)) as file:
             file.check_free(cap)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
@@ -66,7 +66,7 @@ class _Joint(RewritingState):
     def propose(self, block: OpenBlock) -> Candidates:
         rule, found = self._joint, propose(block)
         masked = block.pending & (block.tokens == block.mask_token_id)
-        filled = _filled(found.confidence, masked, rule)
+        filled = _filled(found, masked, rule)
         edited = block.pending & ~masked & (found.confidence > rule.editing_threshold) & (found.tokens != block.tokens)
         self._found_clean, self._is_clean = ~masked.any(dim=1), ~(masked & ~filled).any(dim=1)
         return replace(found, confidence=(filled | edited).double().log_())
@@ -80,10 +80,7 @@ class _Joint(RewritingState):
         return settled | (self._is_clean & (self._clean_steps >= self._joint.max_post_steps))
 
 
-def _filled(
-    confidence: Float[Tensor, "batch rows"], masked: Bool[Tensor, "batch rows"], rule: JointThreshold
-) -> Bool[Tensor, "batch rows"]:
-    sure = masked & (confidence > rule.confidence_threshold)
-    of_masks = confidence.masked_fill(~masked, -torch.inf)
-    ranks = of_masks.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+def _filled(found: Candidates, masked: Bool[Tensor, "batch rows"], rule: JointThreshold) -> Bool[Tensor, "batch rows"]:
+    sure = masked & (found.confidence > rule.confidence_threshold)
+    ranks = replace(found, confidence=found.confidence.masked_fill(~masked, -torch.inf)).ranks()
     return sure.where(sure.sum(dim=1, keepdim=True) >= rule.num_to_transfer, masked & (ranks < rule.num_to_transfer))

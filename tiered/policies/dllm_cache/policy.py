@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
-from tiered.core.checks import check_integer, check_interval, check_number
+from tiered.core.checks import check_count, check_integer, check_number
 from tiered.core.features import Feature
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
@@ -40,7 +40,7 @@ class DLLMCache(Policy):
 
     def __post_init__(self) -> None:
         for name in ("prompt_interval", "response_interval"):
-            check_interval(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         check_number("update_ratio", self.update_ratio, least=0.0, most=1.0)
         check_integer("guidance_interval", self.guidance_interval, least=1)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from tiered.core.checks import check_integer, check_interval, check_number, unknown_name
+from tiered.core.checks import check_count, check_integer, check_number, unknown_name
 from tiered.core.features import Feature, Tier
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
@@ -55,7 +55,7 @@ class ElasticCache(Policy):
         check_integer("tracked", self.tracked, least=1)
         if self.hidden_tier not in (Tier.HOST, Tier.DEVICE):
             raise unknown_name("hidden_tier", str(self.hidden_tier), (Tier.HOST, Tier.DEVICE))
-        check_interval("refresh_interval", self.refresh_interval)
+        check_count("refresh_interval", self.refresh_interval)
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         return dict.fromkeys((Feature.KEY, Feature.VALUE, Feature.HIDDEN), shape.layers)

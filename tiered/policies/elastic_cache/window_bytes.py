@@ -3,16 +3,14 @@
 The window's attention is summed by parts (`attention_received`).
 """
 
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import FLOAT32, INT64, Buffer
 from tiered.core.features import Account
 from tiered.forward.attention_received import SummedChunk, summed_chunk, weights_bytes
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape
 
-_FLOAT32 = 4
-_INDEX = 8
 # Bytes of a column: its place among the rows, the row's column twice, the column in the other rows, and four masks.
-_BY_COLUMN = 4 * _INDEX + 4
+_BY_COLUMN = 4 * INT64 + 4
 # Attention weights of the tracked tokens in a layer: past, now, and their product.
 _COMPARED = 3
 
@@ -52,6 +50,6 @@ def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:
     rows = (min(context, part_rows(sequences)) + window + 2 * tracked) * sequences
     weights = _COMPARED * sequences * tracked * shape.heads * weights_bytes(sizes)
     if shape.sight == "noise":  # the columns that each tracked token sees
-        weights += sequences * tracked * context + context * _INDEX
-    passing = rows * (shape.width + shape.heads * shape.head_dim) * sizes.element
-    return passing + weights + 2 * sequences * context * _FLOAT32
+        weights += sequences * tracked * context + context * INT64
+    passing = rows * (shape.width + shape.heads_width) * sizes.element
+    return passing + weights + 2 * sequences * context * FLOAT32

@@ -36,11 +36,11 @@ MOST_RISE = log(8)
 
 
 # Keys of some columns, and also their values for drift of the output.
-Stored = tuple[Float[Tensor, "batch kv_heads rows head_dim"], ...]
+StoredPair = tuple[Float[Tensor, "batch kv_heads rows head_dim"], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class LayerKeys:
     """The keys and values that the centroids of a layer attend to.
 
     Attributes:
@@ -58,7 +58,7 @@ class Attended:
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None
 
     @classmethod
-    def of(cls, forward: Forward, layer: int, *, values: bool) -> "Attended":
+    def of(cls, forward: Forward, layer: int, *, values: bool) -> "LayerKeys":
         model, store = forward.model, forward.store
         keys, own = store.stored(Feature.KEY, layer), store.stored(Feature.VALUE, layer) if values else None
         return cls(keys, own, forward.limits.key_mask, model.shape.soft_cap, model.sink_keys(layer))
@@ -73,7 +73,7 @@ class Attended:
             return found[0]
         return LogSumExp(torch.cat([of.peak for of in found], dim=2), torch.cat([of.mass for of in found], dim=2))
 
-    def at(self, rows: Rows) -> Stored:
+    def at(self, rows: Rows) -> StoredPair:
         """Keys, and values if present, at the columns of `rows`, in their order; a view for a span."""
         return tuple(_taken(each, rows) for each in (self.keys, self.values) if each is not None)
 
@@ -89,7 +89,7 @@ class Changed:
     """
 
     rows: Rows
-    last: Stored
+    last: StoredPair
     block: slice
 
 
@@ -104,11 +104,11 @@ class DriftReference:
     """
 
     sums: LogSumExp
-    block: Stored
+    block: StoredPair
 
     @classmethod
     def of(
-        cls, queries: Float[Tensor, "batch heads clusters head_dim"], attended: Attended, block: Rows
+        cls, queries: Float[Tensor, "batch heads clusters head_dim"], attended: LayerKeys, block: Rows
     ) -> "DriftReference":
         """The present attention of `queries`. `block`: span of columns whose keys change at every step."""
         return cls(attended.log_sums(queries), tuple(each.clone() for each in attended.at(block)))
@@ -116,7 +116,7 @@ class DriftReference:
     def measured(
         self,
         queries: Float[Tensor, "batch heads clusters head_dim"],
-        attended: Attended,
+        attended: LayerKeys,
         changed: Changed,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
@@ -185,7 +185,7 @@ class DriftReference:
     def recenter(
         self,
         queries: Float[Tensor, "batch heads moved head_dim"],
-        attended: Attended,
+        attended: LayerKeys,
         clusters: Int[Tensor, "batch moved"],
         valid: Bool[Tensor, "batch moved"] | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters, auto_top_m
 from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import FLOAT32, INT64, Buffer
 from tiered.core.features import Account, Tier
 from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
@@ -23,7 +23,6 @@ CENTROIDS_AT_ONCE = 64  # centroids of each sequence: one tile of the kernel, an
 MOST_SLOTS = 16
 # faiss's `distance_compute_blas_query_bs` and `distance_compute_blas_database_bs`.
 _FAISS_ROWS, _FAISS_CENTROIDS = 4096, 1024
-_FLOAT32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +47,13 @@ class ClusterSizes:
     codec: Codec
     wanted: int | Literal["auto", "rows"]
     top_m: int | Literal["auto"]
-    beside: bool = False
-    window: int | None = None
-    appended_blocks: int = 0
-    group: int = 1
-    faiss: bool = False
-    of_output: bool = False
-    measures_moves: bool = False
+    beside: bool
+    window: int | None
+    appended_blocks: int
+    group: int
+    faiss: bool
+    of_output: bool
+    measures_moves: bool
 
     @property
     def clustered(self) -> int:
@@ -178,19 +177,19 @@ def update_bytes(sizes: ClusterSizes) -> int:
     call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
     flow, values = sizes.flow * sizes.row, sizes.kept * sizes.row
     # Positions of rows on the canvas and among the gathered rows, and their valid flags.
-    places = _INT64 * batch * (6 * sizes.flow + 2 * call.context)
+    places = INT64 * batch * (6 * sizes.flow + 2 * call.context)
     # Earlier and present keys, also in float32, and their scores, with exponentials of half of them. For drift of the
     # output, also values, and copies of them without filler. Log-sum-exps over all columns are computed before.
     compared = 2 * batch * (call.context if sizes.measures_moves else sizes.flow)
     keys = compared * shape.kv_width * call.element * (1 + 2 * sizes.of_output)
-    scores = _FLOAT32 * shape.heads * clusters * (compared * 3 // 2 + 2 * batch * shape.sink_tokens)
+    scores = FLOAT32 * shape.heads * clusters * (compared * 3 // 2 + 2 * batch * shape.sink_tokens)
     # Earlier and present outputs of every centroid, and a product of them.
-    given = 3 * _FLOAT32 * shape.heads * shape.head_dim * batch * clusters if sizes.of_output else 0
-    measured = keys + max(compared * shape.kv_width * _FLOAT32 + scores + given, _summing(sizes))
+    given = 3 * FLOAT32 * shape.heads_width * batch * clusters if sizes.of_output else 0
+    measured = keys + max(compared * shape.kv_width * FLOAT32 + scores + given, _summing(sizes))
     # Rows from below are gathered in a copy. The input of chosen rows stays until affected clusters are stored.
     gathered, known = 2 * flow, sizes.renewed * sizes.row
     # One sequence's rows in float32, and the sums.
-    means = sizes.kept * shape.width * _FLOAT32 * (call.dtype != "float32") + 4 * _centroids(sizes)
+    means = sizes.kept * shape.width * FLOAT32 * (call.dtype != "float32") + 4 * _centroids(sizes)
     patched = flow + max(known + values + max(flow, means, _coding(sizes)), _moving(sizes))
     part = part_bytes(replace(call, context=sizes.flow))
     normed = min(sizes.flow, part_rows(batch)) * sizes.row  # normed rows of the last part whose keys were written
@@ -202,19 +201,19 @@ def refresh_bytes(sizes: ClusterSizes) -> int:
     call, shape, batch, rows = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.kept
     hidden = call.context * sizes.row
     held = batch * sizes.clusters * shape.width * call.element  # centroids of the layer being clustered
-    tile = _FLOAT32 * min(batch * rows * shape.width, max(DEVICE_ELEMENTS, shape.width, sizes.clusters))
-    products = _FLOAT32 * min(batch * rows * sizes.clusters, DEVICE_ELEMENTS)
+    tile = FLOAT32 * min(batch * rows * shape.width, max(DEVICE_ELEMENTS, shape.width, sizes.clusters))
+    products = FLOAT32 * min(batch * rows * sizes.clusters, DEVICE_ELEMENTS)
     # At least the trials of `tiered.clustering.seeding` for each centroid.
     trials = 4 + 2 * sizes.clusters.bit_length()
-    sketch = _FLOAT32 * batch * rows * (min(shape.width, SKETCH_WIDTH) + 6 * trials)
-    numbers = (8 * _INT64 + 6 * _FLOAT32) * batch * call.context  # indices and sums of each column
+    sketch = FLOAT32 * batch * rows * (min(shape.width, SKETCH_WIDTH) + 6 * trials)
+    numbers = (8 * INT64 + 6 * FLOAT32) * batch * call.context  # indices and sums of each column
     # Sequences of different lengths are clustered in groups. The rows of a group are copied unless it is a slice.
     copied = 2 * hidden if batch > 2 else 0
     clustering = copied + tile + max(products, sketch) + 6 * _centroids(sizes) + numbers
     if sizes.faiss:
         # One sequence's rows, of unit norm in float32, with their results. faiss works by blocks of rows.
-        found = rows * (shape.width * (_FLOAT32 + call.element * (call.dtype != "float32")) + _FLOAT32 + _INT64)
-        clustering += found + _FLOAT32 * min(rows, _FAISS_ROWS) * min(sizes.clusters, _FAISS_CENTROIDS)
+        found = rows * (shape.width * (FLOAT32 + call.element * (call.dtype != "float32")) + FLOAT32 + INT64)
+        clustering += found + FLOAT32 * min(rows, _FAISS_ROWS) * min(sizes.clusters, _FAISS_CENTROIDS)
     storing = rows * shape.width * call.element + _coding(sizes)  # rows in cluster order
     return hidden + held + max(clustering, storing, _moving(sizes) + numbers, part_bytes(call))
 
@@ -222,16 +221,16 @@ def refresh_bytes(sizes: ClusterSizes) -> int:
 def _summing(sizes: ClusterSizes) -> int:
     """Bytes of temporaries of all centroids' log-sum-exps."""
     call, shape, clusters = sizes.call, sizes.call.shape, sizes.clusters
-    sums = 4 * _FLOAT32 * call.sequences * shape.heads * clusters  # in parts, and joined
+    sums = 4 * FLOAT32 * call.sequences * shape.heads * clusters  # in parts, and joined
     rows = min(CENTROIDS_AT_ONCE, clusters)
-    mixed = call.sequences * rows * shape.heads * shape.head_dim * call.element
+    mixed = call.sequences * rows * shape.heads_width * call.element
     return sums + mixed + block_attention_bytes(call, rows)
 
 
 def _moving(sizes: ClusterSizes) -> int:
     """Bytes of temporaries of the queries of all centroids, or of the moved ones, and of their reference."""
     call, shape, clusters = sizes.call, sizes.call.shape, sizes.call.sequences * sizes.clusters
-    queries = clusters * (shape.width + shape.heads * shape.head_dim) * (call.element + 3 * _FLOAT32)
+    queries = clusters * (shape.width + shape.heads_width) * (call.element + 3 * FLOAT32)
     return queries + _summing(sizes)
 
 
@@ -245,4 +244,4 @@ def _coding(sizes: ClusterSizes) -> int:
 
 
 def _centroids(sizes: ClusterSizes) -> int:
-    return _FLOAT32 * sizes.call.sequences * (sizes.clusters + 1) * sizes.call.shape.width
+    return FLOAT32 * sizes.call.sequences * (sizes.clusters + 1) * sizes.call.shape.width

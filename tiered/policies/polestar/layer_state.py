@@ -17,8 +17,8 @@ from tiered.core.spans import span, spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
-from tiered.policies.polestar.drift import Attended, Changed, DriftReference
-from tiered.policies.polestar.members import Cluster, Columns, Members, RowLayout
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
+from tiered.policies.polestar.members import Cluster, Columns, GatheredRows, Members
 from tiered.tiers.record_bytes import StoredCluster
 from tiered.tiers.stored_rows import StoredRows
 
@@ -72,14 +72,14 @@ class LayerState:
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
         with span(Op.DRIFT):
-            attended = Attended.of(forward, layer, values=of_output)
+            attended = LayerKeys.of(forward, layer, values=of_output)
             reference = DriftReference.of(queries, attended, forward.rows[slice(*current)])
         regions = [*range(len(members))]
         return cls(layer, current, members, stored, regions, medoids, present, queries, reference, of_output)
 
-    def attended(self, forward: Forward) -> Attended:
+    def attended(self, forward: Forward) -> LayerKeys:
         """The present keys and values that the centroids attend to."""
-        return Attended.of(forward, self.layer, values=self.of_output)
+        return LayerKeys.of(forward, self.layer, values=self.of_output)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences (ascending)."""
@@ -159,7 +159,7 @@ class LayerState:
         self,
         forward: Forward,
         known: Sequence[Float[Tensor, "batch _ width"]],
-        layout: RowLayout,
+        layout: GatheredRows,
         fetched: Sequence[Cluster],
         out: Float[Tensor, "batch rows width"],
     ) -> Rows:
@@ -205,7 +205,7 @@ class LayerState:
         most = max(map(len, affected))
         if not most or self.stored is None:
             return None
-        layout = RowLayout.of(self.members, affected, columns)
+        layout = GatheredRows.of(self.members, affected, columns)
         batch, rows = layout.columns.shape
         values = known[0].new_empty(batch, rows, known[0].shape[2])
         self.gather_rows(forward, known, layout, refetched, values)

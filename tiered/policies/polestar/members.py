@@ -80,7 +80,7 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowLayout:
+class GatheredRows:
     """The layout of some clusters' rows in one tensor. Every sequence has `before` other rows, then its clusters in
     order, then filler up to the longest sequence. Row numbers count over all sequences.
 
@@ -104,7 +104,7 @@ class RowLayout:
     @classmethod
     def of(
         cls, members: Sequence[Members], clusters: Sequence[Sequence[int]], known: Sequence[Columns], before: int = 0
-    ) -> "RowLayout":
+    ) -> "GatheredRows":
         """Lay out `clusters[b]` of every sequence b, in this order.
 
         Args:

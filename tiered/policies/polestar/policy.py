@@ -4,18 +4,20 @@ Semantics follow the paper: the whole context, layer by layer, with the stored h
 code is a preset. docs/polestar.md lists the differences and their reasons.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
-from tiered.clustering.faiss_backend import BACKENDS, Backend, import_faiss
+from tiered.clustering.faiss_backend import Backend
 from tiered.core.checks import check_integer, unknown_name
+from tiered.core.extras import needing
 from tiered.core.features import Tier
 from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
@@ -27,8 +29,9 @@ from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.policies.row_schedule import REFRESH_EVERY_4
 
-REFRESHES, FROM_BELOW = ("full", "drift", "auto"), ("among", "beside")
-DRIFTS = ("weights", "output")
+FromBelow = Literal["among", "beside"]
+Measure = Literal["weights", "output"]
+Beginning = Literal["full", "drift", "auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +56,8 @@ class Polestar(Policy):
             paper; "output" for the move of the output over changed columns, which notices changed values too.
         codec: codec of stored members: a `Codec` of `tiered.offload.codec_bytes`, or its name.
         refresh: beginning of a block. "full" recomputes every row. "drift" is an update over the finished block and the
-            new one, which is beyond the paper. "auto" is "drift" if that is faster and prompts are long enough to keep
-            their answers.
+            new one, which is beyond the paper. "auto" is "drift" in calls of several blocks behind prompts of at least
+            `LEAST_STALE_PROMPT` tokens, else "full".
         refresh_blocks: blocks from one refresh to the next, with `refresh` = "drift".
         kmeans: library that iterates the clustering on the CPU: "torch", or "faiss" (extra "faiss"), which is faster
             for narrow models. A GPU always uses torch.
@@ -73,10 +76,10 @@ class Polestar(Policy):
     top_m: int | Literal["auto"] = "auto"
     update_threshold: int = 4
     cluster_layers: int = 4
-    from_below: Literal["among", "beside"] = "among"
-    drift: Literal["weights", "output"] = "weights"
+    from_below: FromBelow = "among"
+    drift: Measure = "weights"
     codec: Codec | str = Codec.NVFP4_DELTA
-    refresh: Literal["full", "drift", "auto"] = "full"
+    refresh: Beginning = "full"
     refresh_blocks: int = REFRESH_EVERY_4
     kmeans: Backend = "torch"
 
@@ -85,8 +88,8 @@ class Polestar(Policy):
         for name in ("clusters", "top_m", "update_threshold", "cluster_layers", "refresh_blocks"):
             if getattr(self, name) not in words.get(name, ()):
                 check_integer(name, getattr(self, name), least=least.get(name, 1))
-        words = {"from_below": FROM_BELOW, "drift": DRIFTS, "codec": list(Codec), "refresh": REFRESHES}
-        words |= {"kmeans": BACKENDS}
+        words = {"from_below": get_args(FromBelow), "drift": get_args(Measure), "codec": list(Codec)}
+        words |= {"refresh": get_args(Beginning), "kmeans": get_args(Backend)}
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, str(getattr(self, name)), map(str, allowed))
@@ -95,7 +98,8 @@ class Polestar(Policy):
                 f"drift = {self.drift!r}: {self.name} counts the moves of centroids, which needs 'weights'"
             )
         if self.kmeans == "faiss":
-            import_faiss()  # raises now, with the command to install it, if it is missing
+            with needing("faiss"):
+                importlib.import_module("faiss")  # raises now if it is missing
 
     @property
     def appended_blocks(self) -> int:

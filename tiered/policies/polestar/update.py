@@ -17,7 +17,7 @@ from tiered.kernels.host_values import on_device
 from tiered.policies.base import Step
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.layer_state import LayerState
-from tiered.policies.polestar.members import RowLayout, by_column
+from tiered.policies.polestar.members import GatheredRows, by_column
 from tiered.policies.polestar.update_log import GroupUpdate
 
 
@@ -97,7 +97,7 @@ class Update:
             refetched = fetching.refetch(state, affected, below, fetched)
             earlier = cache.ranking.get(state.layer, drift)
             cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
-        layout = RowLayout.of(state.members, chosen, columns, count)
+        layout = GatheredRows.of(state.members, chosen, columns, count)
         self._from_below, self._recomputed = layout.columns, by_column(layout.columns, below.shape[1])
         self._guess(state.layer)
         hidden = pass_.hidden.new_empty(*layout.columns.shape, pass_.hidden.shape[2])
