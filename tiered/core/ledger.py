@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
 from tiered.core.budget import MemoryBudget
@@ -46,12 +46,6 @@ class Ledger:
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
         self._lock = RLock()  # not held while a lender gives up bytes under its own lock
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_lenders": None, "_lock": None}  # both belong to this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}, "_lock": RLock()})
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
         """Bytes that `tier` holds now, under `account`, or under all for None."""
