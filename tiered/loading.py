@@ -16,13 +16,12 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes, record_keys
 from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.choice import check_kernels
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
@@ -30,7 +29,7 @@ from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.tokenizer import load_tokenizer
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, held_form, places
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, form_of, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
@@ -113,7 +112,7 @@ def from_pretrained(
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))
     checkpoint = Checkpoint(directory, shape, config)
-    form = _form(weights, checkpoint.codes, model)
+    form = form_of(weights, checkpoint.codes, model.config.parameter_names, shape)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
     small = CallShape(
         shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
@@ -137,15 +136,6 @@ def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
         f"memory = {format_bytes(cap)}, but {device} has {format_bytes(free)} left for this process, beside the CUDA "
         "context and other programs: a call that needs more will run out of memory; lower `memory`"
     )
-
-
-def _form(name: str, codes: Mapping[str, WeightCode], model: DiffusionModel) -> WeightForm:
-    if not codes:
-        return WeightForm.of(name)
-    held = held_form(codes, model.config.parameter_names, model.shape)
-    if name not in (RAW, str(held)):
-        raise ValueError(f"weights = {name!r}, but the checkpoint has them in {held}: 'raw' keeps that code")
-    return held
 
 
 @call_modes

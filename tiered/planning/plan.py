@@ -18,7 +18,7 @@ from tiered.models.locate import find_directory, read_config
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, form_of
 from tiered.planning.advice import advise, code_savings
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.card import Plan, TierPlan, machine_of
@@ -153,18 +153,19 @@ def _positions(
 
 def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm:
     """The form of the weights by its name. With "raw", weights that are coded in the files keep their code."""
-    form = WeightForm.of(weights)
-    method = require_readable(config) if form == RAW_WEIGHTS else None
+    form, method = WeightForm.of(weights), require_readable(config)
     if method is None:
         return form
     directory = find_directory(source) if isinstance(source, str | Path) else None
-    if directory is None:
+    if directory is None or not any(directory.glob("*.safetensors")):
+        if form != RAW_WEIGHTS:
+            return form
         raise ValueError(
             f"the weights are quantised by {method}, and only the files say how: plan their directory, or name the "
             "code: weights = 'fp8', 'int8', 'nvfp4' or 'int4'"
         )
     names = family_of(config).read(config).parameter_names
-    return held_form(Checkpoint(directory, shape, config).codes, names, shape)
+    return form_of(form, Checkpoint(directory, shape, config).codes, names, shape)
 
 
 def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any]) -> str:
