@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import Buffer, dtype_name
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -53,7 +53,7 @@ class CallContext:
         self.kv = kv
         of = next(model.parameters())
         self.device, self.dtype = of.device, of.dtype
-        self._dtype_name = str(self.dtype).removeprefix("torch.")
+        self._dtype_name = dtype_name(self.dtype)
         self._gpu = gpu_of(self.device)
         self._turn = Turn()
         self._under_way: set[object] = set()

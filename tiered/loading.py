@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import account_bytes
+from tiered.core.buffers import account_bytes, dtype_name
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -105,8 +105,8 @@ def from_pretrained(
     family = family_of(config)
     shape = family.shape(config)
     code = kv_code(kv, shape)
-    dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
-    if dtype_name not in BYTES_PER_ELEMENT:
+    named = shape.dtype if dtype == "auto" else dtype_name(dtype)
+    if named not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
@@ -115,13 +115,13 @@ def from_pretrained(
     form = form_of(weights, checkpoint.codes, model.config.parameter_names, shape)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
     small = CallShape(
-        shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
+        shape=shape, batch=1, context=2 * block, block_length=block, dtype=named, weights=form, gpu=gpu_of(target)
     )
     savings = code_savings(Workload(row_schedule("none"), small), budget)
     for why in (_too_large(budget, target), savings and f"of a context of {small.context} tokens: {savings}"):
         if why:
             warnings.warn(why, stacklevel=2)
-    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
+    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, named), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
     )
@@ -158,7 +158,7 @@ def load_weights(
         TierCapacityError: no call fits; nothing was read.
         NonFiniteError, ValueError: as `Checkpoint.read`.
     """
-    shape, name = model.shape, str(dtype).removeprefix("torch.")
+    shape, name = model.shape, dtype_name(dtype)
     files = {} if form.code else records_in_files(checkpoint, model, dtype)
     least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
@@ -203,7 +203,7 @@ def load_weights(
 
 def records_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[Hashable, FileRecord]:
     """Each record as the bytes of the checkpoint's files, by key; none where these are not those in `dtype`."""
-    name, apart = str(dtype).removeprefix("torch."), model.shape.experts_apart
+    name, apart = dtype_name(dtype), model.shape.experts_apart
     experts = None if model.shape.experts is None else apart
     held, record = places(model.shape, name, RAW_WEIGHTS, apart=apart)
     official: dict[str, list[str]] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallContext
+from tiered.core.buffers import dtype_name
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -119,7 +120,7 @@ class Runtime:
             for tier, (now, cap) in held.items()
             if now or cap is not None
         ]
-        parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
+        parts = [str(self.policy), f"{dtype_name(self.dtype)} on {self.device}", *tiers]
         return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
     @call_modes

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import dtype_name
 from tiered.core.canvas import most_columns_in_blocks
 from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
 from tiered.core.features import Tier
@@ -223,7 +224,7 @@ def _size(name: str, value: Any) -> int:
 
 
 def _dtype(dtype: object, shape: ModelShape) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if name != "auto" and name not in BYTES_PER_ELEMENT:
         raise unknown_name("dtype", name, ["auto", *BYTES_PER_ELEMENT])
     return shape.dtype if name == "auto" else name
