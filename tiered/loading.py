@@ -27,7 +27,7 @@ from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
-from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.models.shape import named_dtype
 from tiered.models.tokenizer import load_tokenizer
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, form_of, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
@@ -105,9 +105,7 @@ def from_pretrained(
     family = family_of(config)
     shape = family.shape(config)
     code = kv_code(kv, shape)
-    named = shape.dtype if dtype == "auto" else dtype_name(dtype)
-    if named not in BYTES_PER_ELEMENT:
-        raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
+    named = named_dtype(dtype, shape.dtype)
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import dtype_name
 from tiered.core.canvas import most_columns_in_blocks
-from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
+from tiered.core.checks import check_multiple, check_switch, plain_number
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
@@ -18,7 +17,7 @@ from tiered.models.families import family_of
 from tiered.models.locate import find_directory, read_config
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.shape import ModelShape, named_dtype
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, form_of
 from tiered.planning.advice import advise, code_savings
 from tiered.planning.call_bytes import CallBytes
@@ -80,7 +79,13 @@ def plan(
     config = stretched(read_config(path_or_config), rope_theta, rope_scaling)
     asked, (rates, gpu) = make_policy(policy, **policy_options), _machine(device)
     name, shape = _name(path_or_config, config), family_of(config).shape(config)
-    call = {"guidance": cfg, "sampled": sampled, "gpu": gpu, "dtype": _dtype(dtype, shape), "kv": kv_code(kv, shape)}
+    call = {
+        "guidance": cfg,
+        "sampled": sampled,
+        "gpu": gpu,
+        "dtype": named_dtype(dtype, shape.dtype),
+        "kv": kv_code(kv, shape),
+    }
     call |= _positions(shape, name, context, batch, max_new_tokens, block_length)
     sizes = CallShape(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
     _check(asked, sizes, name)
@@ -221,10 +226,3 @@ def _size(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name} = {value}; a positive int is allowed")
     return value
-
-
-def _dtype(dtype: object, shape: ModelShape) -> str:
-    name = dtype_name(dtype)
-    if name != "auto" and name not in BYTES_PER_ELEMENT:
-        raise unknown_name("dtype", name, ["auto", *BYTES_PER_ELEMENT])
-    return shape.dtype if name == "auto" else name
