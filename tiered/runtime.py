@@ -69,10 +69,8 @@ class Runtime:
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
         self.name = name
-        self.transport = transport
         self._call = CallContext(model, self.ledger, transport, kv, weights)
-        of_model = next(model.parameters())
-        self.device, self.dtype = of_model.device, of_model.dtype
+        self.device, self.dtype = self._call.device, next(model.parameters()).dtype
 
     def with_policy(self, policy: str | Policy, **policy_options: Any) -> "Runtime":
         """A runtime of the same loaded model and ledger under another policy. Closing either closes both.
