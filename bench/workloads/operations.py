@@ -7,7 +7,6 @@ from measuring.worker import refusing
 
 from tiered.core.spans import recording
 from tiered.forward.forward_work import forward_work
-from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.offload.device import synchronize
 from tiered.planning.machine_rates import machine_rates
 from tiered.runtime import Runtime
@@ -47,7 +46,7 @@ def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[
     """What the sizes of a plain step over one block and of a refresh dictate, and the least that they take here."""
     rates = machine_rates(runtime.device, runtime.dtype)
     found = {"gflop_per_second": rates.flops_per_second / 1e9, "gb_per_second": rates.bytes_per_second / 1e9}
-    sizes = {"batch": settings["batch"], "context": positions, "dtype_bytes": BYTES_PER_ELEMENT[settings["dtype"]]}
+    sizes = {"batch": settings["batch"], "context": positions, "dtype": settings["dtype"]}
     for name, rows in (("step", settings["block"]), ("refresh", positions)):
         own = forward_work(runtime.model.shape, rows=rows, output_rows=settings["block"], **sizes)
         found |= {f"{name}_gflop": own.flops / 1e9, f"{name}_floor_ms": 1e3 * own.floor(rates)}
