@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_names import official
 from quantised_weights import LAYOUTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -192,7 +193,7 @@ def test_the_sum_of_a_row_is_that_of_its_experts(
 
     def answer(expert: str, rows: Tensor) -> Tensor:
         gate, up, down = (
-            model.official(f"model.layers.1.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
+            official(model, f"model.layers.1.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
         )
         return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
 

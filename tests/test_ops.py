@@ -8,6 +8,7 @@ from measuring.study import points_of, study_named
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from workloads.models import random_model
+from workloads.operations import floor
 from workloads.subjects import local
 
 import tiered
@@ -69,8 +70,8 @@ def test_bytes_and_floor_of_a_card(tiny_model: Any):
     # The weights without the embedding's table; of two layers, keys and values, two heads of 8.
     weights = 2 * (sum(weight.numel() for weight in tiny_model.parameters()) - 128 * 32)
     assert own.read_bytes == weights + 2 * 2 * (2 * 8) * 3 * 50 * 2
-    assert own.floor(Rates(flops_per_second=1e9, bytes_per_second=1e30)) == own.flops / 1e9
-    assert own.floor(Rates(flops_per_second=1e30, bytes_per_second=1e6)) == own.read_bytes / 1e6
+    assert floor(own, Rates(flops_per_second=1e9, bytes_per_second=1e30)) == own.flops / 1e9
+    assert floor(own, Rates(flops_per_second=1e30, bytes_per_second=1e6)) == own.read_bytes / 1e6
     for rows, outputs in ((0, None), (51, None), (10, 11)):
         with pytest.raises(ValueError, match="50 is allowed"):
             forward_work(tiny_model.shape, batch=1, context=50, rows=rows, output_rows=outputs, dtype="bfloat16")

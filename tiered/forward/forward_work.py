@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered.core.rates import Rates
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import read_bytes
 
@@ -29,10 +28,6 @@ class ForwardWork:
     def read_bytes(self) -> int:
         """Bytes of weights, keys and values."""
         return self.weight_bytes + self.kv_bytes
-
-    def floor(self, rates: Rates) -> float:
-        """Lower bound in seconds: of its arithmetic or of its reads, whichever takes longer."""
-        return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
 
 
 class RowFlops(NamedTuple):
