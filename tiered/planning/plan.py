@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.canvas import most_columns_in_blocks
-from tiered.core.checks import check_multiple, check_switch, plain_number
+from tiered.core.checks import check_integer, check_multiple, check_switch, plain_number
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
@@ -221,8 +221,5 @@ def _check(policy: Policy, sizes: CallShape, name: str) -> None:
 
 def _size(name: str, value: Any) -> int:
     value = plain_number(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} = {value!r}; a positive int is allowed")
-    if value < 1:
-        raise ValueError(f"{name} = {value}; a positive int is allowed")
+    check_integer(name, value, least=1)
     return value
