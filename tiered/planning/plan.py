@@ -79,46 +79,48 @@ def plan(
     config = stretched(read_config(path_or_config), rope_theta, rope_scaling)
     asked, (rates, gpu) = make_policy(policy, **policy_options), _machine(device)
     name, shape = _name(path_or_config, config), family_of(config).shape(config)
-    call = {
-        "guidance": cfg,
-        "sampled": sampled,
-        "gpu": gpu,
-        "dtype": named_dtype(dtype, shape.dtype),
-        "kv": kv_code(kv, shape),
-    }
-    call |= _positions(shape, name, context, batch, max_new_tokens, block_length)
-    sizes = CallShape(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
+    context, batch, block, answer = _positions(shape, name, context, batch, max_new_tokens, block_length)
+    sizes = CallShape(
+        shape=shape,
+        batch=batch,
+        context=context,
+        block_length=block,
+        answer=answer,
+        dtype=named_dtype(dtype, shape.dtype),
+        weights=_form(weights, path_or_config, config, shape),
+        kv=kv_code(kv, shape),
+        gpu=gpu,
+        guidance=cfg,
+        sampled=sampled,
+    )
     _check(asked, sizes, name)
-    tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
-    model = {"model": name, "stretch": _stretch(config, shape), "family": family_of(config).name}
-    machine = {"machine": machine_of(device, gpu, rates), "rates": rates}
-    return Plan(**model, **machine, **_figures(asked, sizes, MemoryBudget.of(memory), rates, tokens))
-
-
-def _figures(
-    policy: Policy, sizes: CallShape, budget: MemoryBudget, rates: Rates | None, tokens: int
-) -> dict[str, Any]:
-    choice = choose(policy, sizes, budget)
+    tokens = min(_size("tokens_per_forward", tokens_per_forward), block)
+    budget = MemoryBudget.of(memory)
+    choice = choose(asked, sizes, budget)
     workload = Workload(choice.policy, sizes)
     needed = workload.needed(budget)
-    accounts, times = needed.tiers(budget), _times(workload, needed, rates, tokens)
-    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
-    return {
-        "sizes": sizes,
-        "policy": choice.policy.name,
-        "policy_options": choice.policy.options,
-        "why": choice.why,
-        "tiers": {tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
-        "largest_context": _largest_context(workload, budget),
-        "streams": needed.streams,
-        "weights": needed.weights,
-        "hidden": HiddenBytes.of(sizes) if needed.records is None and not sizes.shape.block_causal else None,
-        "buffers": tuple(needed.declared),
-        "advice": tuple(advise(workload, budget)),
-        "tokens_per_forward": tokens,
-        "times": times,
-        "warnings": _warnings(workload, budget, shown),
-    }
+    accounts = needed.tiers(budget)
+    made = Plan(
+        model=name,
+        family=family_of(config).name,
+        machine=machine_of(device, gpu, rates),
+        sizes=sizes,
+        policy=choice.policy.name,
+        policy_options=choice.policy.options,
+        why=choice.why,
+        tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
+        largest_context=_largest_context(workload, budget),
+        stretch=_stretch(config, shape),
+        streams=needed.streams,
+        weights=needed.weights,
+        hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
+        buffers=tuple(needed.declared),
+        advice=tuple(advise(workload, budget)),
+        rates=rates,
+        tokens_per_forward=tokens,
+        times=_times(workload, needed, rates, tokens),
+    )
+    return replace(made, warnings=_warnings(workload, budget, made.shown_time))
 
 
 def _times(workload: Workload, needed: CallBytes, rates: Rates | None, tokens: int) -> tuple[CallTime, ...]:
@@ -141,7 +143,8 @@ def _warnings(workload: Workload, budget: MemoryBudget, time: CallTime | None) -
 
 def _positions(
     shape: ModelShape, name: str, context: int, batch: int, max_new_tokens: int | None, block_length: int | None
-) -> dict[str, Any]:
+) -> tuple[int, int, int, int | None]:
+    """The context, the sequences, the length of a block and that of the answer, None for any."""
     context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     given = None if block_length is None else _size("block_length", block_length)
@@ -154,7 +157,7 @@ def _positions(
     if shape.block_causal:  # counted as in `tiered.prepare`
         rounded, answer = most_columns_in_blocks(context, block, answer, batch)
         context = max(context, min(rounded, shape.max_context // block * block))
-    return {"batch": batch, "context": context, "block_length": block, "answer": answer}
+    return context, batch, block, answer
 
 
 def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm:
