@@ -167,10 +167,17 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        options |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        options |= {"chat_template_kwargs": chat_template_kwargs}
         with ending(streamer), ExitStack() as reported:
-            call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **options)
+            call = self.prepare(
+                inputs,
+                generation_config=generation_config,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                raw=raw,
+                chat_template_kwargs=chat_template_kwargs,
+                prior=prior,
+                **options,
+            )
             for warning in call.warnings:
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
             with self.begin(call, streamer=streamer, inspector=inspector, reported=reported) as (denoiser, tiers):
