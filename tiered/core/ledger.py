@@ -88,7 +88,7 @@ class Ledger:
             raise lacking
         self._required[tier] = max(self._required[tier], used + needed)
 
-    def lacking(self, needed: int, used: int, tier: Tier, hint: str = "") -> TierCapacityError | None:
+    def lacking(self, needed: int, used: int, tier: Tier, hint: str) -> TierCapacityError | None:
         """The error for `needed` bytes beside `used` ones; None if there is room."""
         cap, total = self.budget.cap(tier), used + needed
         if cap is None or total <= cap:

@@ -153,13 +153,14 @@ def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
     return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
 
 
-def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
-    """Peak temporaries of the part of a forward that passes a layer at a time; `most_rows` as in `forward_buffers`."""
-    return phase_bytes(part_buffers(sizes, most_rows), Account.ACTIVATIONS)
+def part_bytes(sizes: CallShape) -> int:
+    """Peak temporaries of the part of a forward that passes a layer at a time."""
+    return phase_bytes(part_buffers(sizes), Account.ACTIVATIONS)
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """The same by phase, of the layers that take most. Products of one phase are freed before the next begins."""
+    """The part's temporaries by phase, of the layers that take most; `most_rows` as in `forward_buffers`. Products of
+    one phase are freed before the next begins."""
     kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
     return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
 
