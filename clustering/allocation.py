@@ -1,7 +1,7 @@
 """Books: the numbers of clusters of the current block's prefix and suffix, and the size of the largest."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
 # in any context.
@@ -17,10 +17,11 @@ def auto_clusters(*area_rows: int) -> int:
     return max(nearest, sum(rows > 0 for rows in area_rows))
 
 
-def auto_top_m(single_rows: int = 0) -> int:
-    """Number of clusters that `top_m="auto"` updates: 4, or with `single_rows` clusters of one row 8 and one more per
-    32."""
-    return 8 + single_rows // 32 if single_rows else 4
+def chosen_clusters(top_m: int | Literal["auto"], clusters: int, *, single: bool) -> int:
+    """Number of `clusters` that an update chooses, at most `top_m`. "auto" is 4, or for clusters of one row (`single`)
+    8 and one more per 32."""
+    most = top_m if top_m != "auto" else 8 + clusters // 32 if single else 4
+    return min(most, clusters)
 
 
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:

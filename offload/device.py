@@ -71,12 +71,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def best_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """Seconds of the fastest of `rounds` calls of `work`, after a warm-up call. On CUDA the device is synchronised
+def best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of five calls of `work`, after a warm-up call. On CUDA the device is synchronised
     before and after each call."""
     work()
     times = []
-    for _ in range(rounds):
+    for _ in range(5):
         synchronize(device)
         begin = time.perf_counter()
         work()

@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+from official_names import official
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
@@ -129,7 +130,7 @@ def random_model(
     def make(config: Mapping[str, Any]) -> Any:
         model = family_of(config).resolve_loader().from_config(config)
         for name, weight in random_weights(config).items():
-            model.official(name).copy_(weight)
+            official(model, name).copy_(weight)
         return model
 
     return make

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from block_models import NEMOTRON, SDAR, batch, prompt
+from official_names import official
 from torch import Tensor
 from training.tasks import sample, score
 from workloads.staleness import StalenessInspector
@@ -217,7 +218,7 @@ def test_blocks_of_a_prompt_count_from_its_first_token(runtime: Runtime):
 
 def test_a_model_that_predicts_masks_leaves_none(make: Callable[..., Runtime]):
     runtime = make()
-    head = runtime.model.get_parameter(runtime.model.parameter_name("lm_head.weight"))
+    head = official(runtime.model, "lm_head.weight")
     head[:] = 0.0
     logits = runtime.model.logits
     mask = runtime.model.mask_token_id
@@ -315,7 +316,7 @@ def test_a_streamer_gets_every_token_once(runtime: Runtime, lengths: tuple[int, 
 
 def test_what_is_not_finite_is_named(make: Callable[..., Runtime]):
     runtime = make(options={"prefill_rows": 8}, policy="block_causal")
-    runtime.model.get_parameter(runtime.model.parameter_name("model.layers.1.self_attn.v_proj.weight"))[0, 0] = math.nan
+    official(runtime.model, "model.layers.1.self_attn.v_proj.weight")[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match="layer 1"):
         runtime.generate(prompt(30), max_new_tokens=8, block_length=4)
 

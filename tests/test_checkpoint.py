@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_names import official
 from torch import Tensor
 
 import tiered
@@ -28,7 +29,7 @@ def loaded(directory: Path, **arguments: Any) -> LLaDA:
 
 def weights_of(model: LLaDA) -> dict[str, Tensor]:
     """The weights of `model` by their official names."""
-    return {name: model.get_parameter(model.parameter_name(name)) for name in model.shape.weight_shapes}
+    return {name: official(model, name) for name in model.shape.weight_shapes}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

@@ -216,7 +216,7 @@ def filled(
         weight = checkpoint.read(name, dtype=torch.float32, device=torch.device("cpu"), code=codes.get(name))
         if isinstance(weight, CodedRows) and decoded:
             weight = weight.values()
-        assign(model, model.parameter_name(name), weight)
+        assign(model, model.config.parameter_names[name], weight)
     return model
 
 

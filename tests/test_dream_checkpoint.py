@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_names import official
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,7 +40,7 @@ def test_layouts_and_dtypes(write_checkpoint: Callable[..., Path], shards: int, 
     names = model.shape.weight_shapes
     assert names.keys() == WEIGHTS.keys()
     for name in names:
-        found = model.get_parameter(model.parameter_name(name))
+        found = official(model, name)
         assert found.dtype == dtype and torch.equal(found, weights[name].to(dtype))
     assert (model.mask_token_id, model.eos_token_id, model.pad_token_id) == (511, 500, 500)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from official_names import official
 from torch import Tensor
 
 import tiered
@@ -241,7 +242,7 @@ def test_tokens_and_caches_are_those_of_the_paper(runtime: Runtime, case: str):
 def test_above_a_first_layer_that_mixes_no_rows_widening_always_equals_none(runtime: Runtime):
     # Then what is stored of its output is exact, and nothing else is read that is not recomputed.
     model = tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32").model
-    model.get_parameter(model.parameter_name("model.transformer.blocks.0.attn_out.weight")).zero_()
+    official(model, "model.transformer.blocks.0.attn_out.weight").zero_()
     unmixed = Runtime(model, policy=make_policy("none"))
     options: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False, "output_history": True}
     for threshold, equal in ((2.0, True), (-1.0, False)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_names import official
 from quantised_weights import LAYOUTS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -99,14 +100,14 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 # ---- routers ----
 
 
-def by_hand(router: Router, logits: Tensor, bias: Tensor | None, admitted: set[int] | None = None) -> dict[int, float]:
+def by_hand(router: Router, logits: Tensor, bias: Tensor | None) -> dict[int, float]:
     """What each expert of one row counts, by the words of the papers."""
     scores = (logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()).tolist()
     ranked = scores if bias is None else [score + added for score, added in zip(scores, bias.tolist(), strict=True)]
     each = len(scores) // router.groups
     groups = [range(first, first + each) for first in range(0, len(scores), each)]
     best = sorted(groups, key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[:2]))
-    open_to = [e for group in best[: router.kept_groups] for e in group if admitted is None or e in admitted]
+    open_to = [e for group in best[: router.kept_groups] for e in group]
     chosen = sorted(sorted(open_to, key=lambda expert: -ranked[expert])[: router.picked])
     weights = [(ranked if router.weighs_bias else scores)[expert] for expert in chosen]
     total = sum(weights) if router.normalised else 1.0
@@ -133,25 +134,6 @@ def test_a_router_picks_as_the_papers_say(name: str, biased: bool):
         torch.testing.assert_close(picks.weights[row], torch.tensor([*expected.values()]))
 
 
-def test_a_block_admits_a_pool(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
-    # LLaDA2.2: the experts with the highest scores in the block, and those of each row among them.
-    model = random_model({**LLADA_MOE, "num_experts": 16, "num_experts_per_tok": 3})
-    rows = torch.randn(20, 32, generator=torch.Generator().manual_seed(2))
-    logits, bias = rows @ model.blocks[1].router.T, model.blocks[1].router_bias
-    router = Router(score="sigmoid", picked=3, normalised=True, pool=5).check(16)
-    blocks = torch.tensor([0] * 8 + [2] * 12)
-    picks = router.pick(logits.clone(), bias, blocks)
-    for number in (0, 2):
-        highest = (logits.sigmoid() + bias)[blocks == number].amax(0)
-        admitted = set(highest.topk(5).indices.tolist())
-        for row in (blocks == number).nonzero()[:, 0].tolist():
-            assert picks.experts[row].tolist() == [*by_hand(router, logits[row], bias, admitted)]
-        assert len(picks.experts[blocks == number].unique()) <= 5
-    # A pool of all is none.
-    all_of_them = Router(score="sigmoid", picked=3, pool=16).pick(logits.clone(), bias, blocks)
-    assert torch.equal(all_of_them.experts, Router(score="sigmoid", picked=3).pick(logits.clone(), bias).experts)
-
-
 @pytest.mark.parametrize(
     ("changes", "experts", "message"),
     [
@@ -160,8 +142,6 @@ def test_a_block_admits_a_pool(random_model: Callable[[Mapping[str, Any]], Diffu
         ({"groups": 2, "kept_groups": 3}, 16, "topk_group = 3 is more than n_group = 2"),
         ({"groups": 8, "kept_groups": 1}, 16, "num_experts_per_tok = 4, but topk_group = 1 groups have 2 experts"),
         ({"groups": 16, "kept_groups": 8}, 16, "n_group = 16 leaves groups with one of num_experts = 16"),
-        ({"pool": 3}, 16, "expert_capacity = 3; from num_experts_per_tok = 4 to num_experts = 16"),
-        ({"pool": 17}, 16, "expert_capacity = 17"),
     ],
 )
 def test_numbers_of_a_router_that_do_not_fit_are_named(changes: dict[str, Any], experts: int, message: str):
@@ -213,7 +193,7 @@ def test_the_sum_of_a_row_is_that_of_its_experts(
 
     def answer(expert: str, rows: Tensor) -> Tensor:
         gate, up, down = (
-            model.official(f"model.layers.1.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
+            official(model, f"model.layers.1.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
         )
         return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from official_names import official
 from torch import Tensor
 
 import tiered
@@ -41,7 +42,7 @@ def runtime_of(variant: str, family: str = "llada", dtype: str = "float32") -> R
 def values_of(model: DiffusionModel, layer: int) -> Tensor:
     """What projects to the values of `layer`."""
     (name,) = [name for name in model.shape.weight_shapes if f".{layer}." in name and "v_proj.weight" in name]
-    return model.get_parameter(model.parameter_name(name))
+    return official(model, name)
 
 
 def nan(weight: Tensor):

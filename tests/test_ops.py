@@ -8,6 +8,7 @@ from measuring.study import points_of, study_named
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from workloads.models import random_model
+from workloads.operations import floor
 from workloads.subjects import local
 
 import tiered
@@ -60,19 +61,19 @@ def test_flops_are_those_that_torch_counts(name: str, batch: int, tiny_model: An
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
             forward = Forward(model, store, torch.arange(80)[None])
             forward.logits(Pass(ids, forward.rows, slice(80 - outputs, 80)))
-        own = forward_work(shape, batch=batch, context=80, rows=80, output_rows=outputs, dtype_bytes=4)
+        own = forward_work(shape, batch=batch, context=80, rows=80, output_rows=outputs, dtype="float32")
         assert own.flops == counted.get_total_flops()
 
 
 def test_bytes_and_floor_of_a_card(tiny_model: Any):
-    own = forward_work(tiny_model.shape, batch=3, context=50, rows=10, output_rows=4, dtype_bytes=2)
+    own = forward_work(tiny_model.shape, batch=3, context=50, rows=10, output_rows=4, dtype="bfloat16")
     # The weights without the embedding's table; of two layers, keys and values, two heads of 8.
     weights = 2 * (sum(weight.numel() for weight in tiny_model.parameters()) - 128 * 32)
     assert own.read_bytes == weights + 2 * 2 * (2 * 8) * 3 * 50 * 2
-    assert own.floor(Rates(flops_per_second=1e9, bytes_per_second=1e30)) == own.flops / 1e9
-    assert own.floor(Rates(flops_per_second=1e30, bytes_per_second=1e6)) == own.read_bytes / 1e6
+    assert floor(own, Rates(flops_per_second=1e9, bytes_per_second=1e30)) == own.flops / 1e9
+    assert floor(own, Rates(flops_per_second=1e30, bytes_per_second=1e6)) == own.read_bytes / 1e6
     for rows, outputs in ((0, None), (51, None), (10, 11)):
         with pytest.raises(ValueError, match="50 is allowed"):
-            forward_work(tiny_model.shape, batch=1, context=50, rows=rows, output_rows=outputs, dtype_bytes=2)
+            forward_work(tiny_model.shape, batch=1, context=50, rows=rows, output_rows=outputs, dtype="bfloat16")
     rates = machine_rates(torch.device("cpu"), torch.float32)
     assert rates.flops_per_second > 1e8 and rates.bytes_per_second > 1e8

@@ -567,7 +567,7 @@ def test_counts(number: int, text: str):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"context": 0}, ValueError, "context = 0; a positive int"),
+        ({"context": 0}, ValueError, "context = 0; an int of at least 1"),
         ({"context": -32}, ValueError, "context = -32"),
         ({"context": 64.0}, TypeError, "context = 64.0"),
         ({"context": True}, TypeError, "context = True"),

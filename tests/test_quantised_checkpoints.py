@@ -103,6 +103,29 @@ def test_weights_are_what_their_writer_means(written: Callable[..., dict[str, Te
             torch.testing.assert_close(weight.values(), expected, rtol=2**-22 if writer is nvfp4 else 0, atol=0)
 
 
+@pytest.mark.parametrize(
+    "made", [tiered.from_pretrained, lambda directory, **how: tiered.plan(directory, context=64, **how)]
+)
+def test_no_other_code_than_that_of_the_files_is_taken(
+    written: Callable[..., dict[str, Tensor]], made: Callable[..., Any], tmp_path: Path
+):
+    quantization, writer, code = LAYOUTS["FP8 by channel"]
+    written(quantization, writer)
+    for form in ("raw", code.value):
+        made(tmp_path, weights=form)
+    for form in ("int4", code + "+head"):
+        with pytest.raises(ValueError, match=f"the checkpoint has them in {code}: 'raw' keeps that code"):
+            made(tmp_path, weights=form)
+
+
+def test_a_plan_without_the_weights_takes_any_code(written: Callable[..., dict[str, Tensor]], tmp_path: Path):
+    written(*LAYOUTS["FP8 by channel"][:2])
+    (tmp_path / "model.safetensors").unlink()
+    assert tiered.plan(tmp_path, context=64, weights="int4").fits
+    with pytest.raises(ValueError, match="only the files say how"):
+        tiered.plan(tmp_path, context=64)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_answers_as_with_these_values(written: Callable[..., dict[str, Tensor]], layout: str, tmp_path: Path):
     quantization, writer, _ = LAYOUTS[layout]

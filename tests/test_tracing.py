@@ -356,15 +356,11 @@ def test_threads_record_for_themselves(model: DiffusionModel):
             )
 
 
-def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
-    runtime = Runtime(
-        model, policy=make_policy("fast_dllm_dual"), transport=lambda: SimulatedThreads(compute_thread=True)
-    )
+def test_work_in_a_thread_of_its_own_is_not_waited_for():
     from tiered.offload.fence import Fence, Region
     from tiered.tiers.traffic import Traffic
 
-    assert runtime.transport is not None
-    transport, counted = runtime.transport(), []
+    transport, counted = SimulatedThreads(compute_thread=True), []
     with recording(Timing()) as timing:
         traffic = Traffic(transport, counted.append)
         traffic.compute(Lane.FETCH, writes=[Fence(Region.FETCH_SLOT)], layer=2).synchronize()

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import Buffer
+from tiered.core.buffers import Buffer, dtype_name
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -51,14 +51,13 @@ class CallContext:
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self.kv = kv
-        of = next(model.parameters())
-        self.device, self.dtype = of.device, of.dtype
-        self._dtype_name = str(self.dtype).removeprefix("torch.")
+        parameter = next(model.parameters())
+        self.device, self._dtype = parameter.device, dtype_name(parameter.dtype)
         self._gpu = gpu_of(self.device)
         self._turn = Turn()
         self._under_way: set[object] = set()
         self._pool = HostPool(ledger, self.device) if weights is None else weights.pool
-        self._weights = weights
+        self.weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         # Bytes held between calls, without idle host memory and streamed weights.
         self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
@@ -83,9 +82,9 @@ class CallContext:
         the weights are streamed to another thread."""
         with self._turn.held():
             self._loaded = None
-            if self._weights is not None:
-                self._weights.close()
-                self._weights = None
+            if self.weights is not None:
+                self.weights.close()
+                self.weights = None
             self._pool.close()
             self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
@@ -96,8 +95,8 @@ class CallContext:
             batch=batch,
             context=context,
             block_length=block_length,
-            dtype=self._dtype_name,
-            weights=FIXED_WEIGHTS if self._weights is None else self._weights.records.form,
+            dtype=self._dtype,
+            weights=FIXED_WEIGHTS if self.weights is None else self.weights.records.form,
             kv=self.kv,
             gpu=self._gpu,
             **more,
@@ -105,7 +104,7 @@ class CallContext:
 
     def check_alone(self, policy: Policy, sizes: CallShape) -> None:
         """Raise `TierCapacityError` if a tier has no room for the call even without other calls."""
-        self._needed(policy, sizes, self._standing, self._weights)
+        self._needed(policy, sizes, self._standing, self.weights)
 
     def _needed(
         self,
@@ -169,10 +168,10 @@ class CallContext:
                 transport = None if self._transport is None else self._transport()
                 tiers = Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
                 call.enter_context(tiers)
-            if self._weights is None or not self._weights.now.layers:
+            if self.weights is None or not self.weights.now.layers:
                 turn.close()
             else:
-                weights = self._weights
+                weights = self.weights
                 call.push(lambda kind, *_: weights.rest(failed=kind is not None))
             yield tiers, needed
 
@@ -187,7 +186,7 @@ class CallContext:
     ) -> CallBytes:
         ledger = self._ledger
         # Layers that another call uses cannot move.
-        weights = None if self._under_way else self._weights
+        weights = None if self._under_way else self.weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         needed = self._needed(policy, sizes, held, weights, inspected)
@@ -223,11 +222,6 @@ class CallContext:
             held = {tier: held[tier] + sum(more.get(tier, {}).values()) for tier in Tier}
             held[Tier.DEVICE] += shared_bytes(sizes)
             yield held
-
-    @property
-    def weights(self) -> StreamedWeights | None:
-        """Weights of the model that may leave the device; None if all stay."""
-        return self._weights
 
 
 def _hint(records: object | None) -> str:

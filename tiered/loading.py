@@ -10,27 +10,26 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import account_bytes
+from tiered.core.buffers import account_bytes, dtype_name
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes, record_keys
 from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.choice import check_kernels
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
-from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.models.shape import named_dtype
 from tiered.models.tokenizer import load_tokenizer
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, held_form, places
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, form_of, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
@@ -106,23 +105,21 @@ def from_pretrained(
     family = family_of(config)
     shape = family.shape(config)
     code = kv_code(kv, shape)
-    dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
-    if dtype_name not in BYTES_PER_ELEMENT:
-        raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
+    named = named_dtype(dtype, shape.dtype)
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))
     checkpoint = Checkpoint(directory, shape, config)
-    form = _form(weights, checkpoint.codes, model)
+    form = form_of(weights, checkpoint.codes, model.config.parameter_names, shape)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
     small = CallShape(
-        shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
+        shape=shape, batch=1, context=2 * block, block_length=block, dtype=named, weights=form, gpu=gpu_of(target)
     )
     savings = code_savings(Workload(row_schedule("none"), small), budget)
     for why in (_too_large(budget, target), savings and f"in a call of {small.context} tokens, {savings}"):
         if why:
             warnings.warn(why, stacklevel=2)
-    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
+    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, named), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
     )
@@ -137,15 +134,6 @@ def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
         f"memory = {format_bytes(cap)}, but {device} has {format_bytes(free)} left for this process, beside the CUDA "
         "context and other programs: a call that needs more will run out of memory; lower `memory`"
     )
-
-
-def _form(name: str, codes: Mapping[str, WeightCode], model: DiffusionModel) -> WeightForm:
-    if not codes:
-        return WeightForm.of(name)
-    held = held_form(codes, model.config.parameter_names, model.shape)
-    if name not in (RAW, str(held)):
-        raise ValueError(f"weights = {name!r}, but the checkpoint has them in {held}: 'raw' keeps that code")
-    return held
 
 
 @call_modes
@@ -168,7 +156,7 @@ def load_weights(
         TierCapacityError: no call fits; nothing was read.
         NonFiniteError, ValueError: as `Checkpoint.read`.
     """
-    shape, name = model.shape, str(dtype).removeprefix("torch.")
+    shape, name = model.shape, dtype_name(dtype)
     files = {} if form.code else records_in_files(checkpoint, model, dtype)
     least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
@@ -213,7 +201,7 @@ def load_weights(
 
 def records_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[Hashable, FileRecord]:
     """Each record as the bytes of the checkpoint's files, by key; none where these are not those in `dtype`."""
-    name, apart = str(dtype).removeprefix("torch."), model.shape.experts_apart
+    name, apart = dtype_name(dtype), model.shape.experts_apart
     experts = None if model.shape.experts is None else apart
     held, record = places(model.shape, name, RAW_WEIGHTS, apart=apart)
     official: dict[str, list[str]] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallContext
+from tiered.core.buffers import dtype_name
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -68,10 +69,8 @@ class Runtime:
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
         self.name = name
-        self.transport = transport
         self._call = CallContext(model, self.ledger, transport, kv, weights)
-        of_model = next(model.parameters())
-        self.device, self.dtype = of_model.device, of_model.dtype
+        self.device, self.dtype = self._call.device, next(model.parameters()).dtype
 
     def with_policy(self, policy: str | Policy, **policy_options: Any) -> "Runtime":
         """A runtime of the same loaded model and ledger under another policy. Closing either closes both.
@@ -119,7 +118,7 @@ class Runtime:
             for tier, (now, cap) in held.items()
             if now or cap is not None
         ]
-        parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
+        parts = [str(self.policy), f"{dtype_name(self.dtype)} on {self.device}", *tiers]
         return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
     @call_modes
@@ -168,10 +167,17 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        options |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        options |= {"chat_template_kwargs": chat_template_kwargs}
         with ending(streamer), ExitStack() as reported:
-            call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **options)
+            call = self.prepare(
+                inputs,
+                generation_config=generation_config,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                raw=raw,
+                chat_template_kwargs=chat_template_kwargs,
+                prior=prior,
+                **options,
+            )
             for warning in call.warnings:
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
             with self.begin(call, streamer=streamer, inspector=inspector, reported=reported) as (denoiser, tiers):
@@ -288,7 +294,7 @@ class Runtime:
         Raises:
             TierCapacityError: the step does not fit the budget.
             TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing or
-                differs from the checkpoint's; columns that the ids do not have.
+                differs from the checkpoint's; columns that are not there.
         """
         ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         prompts, shape = self._read(None, ids), self.model.shape

@@ -19,7 +19,7 @@ from gpu_parts.policy_calls import BLOCK, Measured, PolicyCall
 from gpu_parts.setting import Setting
 from tiered.core.rates import Rates
 from tiered.forward.forward_work import ForwardWork, forward_work
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.shape import ModelShape
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.base import StepKind
@@ -96,8 +96,7 @@ def floors(
 
 def work_of(shape: ModelShape, positions: int, rows: int) -> ForwardWork:
     """Of a forward over one sequence."""
-    dtype_bytes = BYTES_PER_ELEMENT[shape.dtype]
-    return forward_work(shape, batch=1, context=positions, rows=rows, dtype_bytes=dtype_bytes, output_rows=BLOCK)
+    return forward_work(shape, batch=1, context=positions, rows=rows, dtype=shape.dtype, output_rows=BLOCK)
 
 
 def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured, rates: Rates) -> dict[str, Any]:

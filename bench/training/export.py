@@ -19,7 +19,7 @@ def export(model: DiffusionModel, config: Mapping[str, Any], directory: Path, re
     """
     save_tokenizer(directory, model_max_length=model.shape.max_context)
     weights = {
-        official: model.get_parameter(model.parameter_name(official)).detach().contiguous()
+        official: model.get_parameter(model.config.parameter_names[official]).detach().contiguous()
         for official in model.shape.weight_shapes
     }
     write_then_rename(directory / "model.safetensors", lambda part: save_file(weights, part, {"format": "pt"}))

@@ -12,7 +12,7 @@ from torch import Tensor
 from training import tasks
 
 import tiered
-from tiered.clustering.allocation import auto_top_m
+from tiered.clustering.allocation import chosen_clusters
 from tiered.clustering.areas import cluster_areas
 from tiered.core.rows import Rows
 from tiered.kernels.coded_rows import CodedRows
@@ -59,7 +59,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 def alike(ours: Tensor, theirs: Tensor) -> float:
     """The share of the clusters that drift most by `ours` which do so by `theirs`."""
-    most = min(auto_top_m(), len(ours))
+    most = chosen_clusters("auto", len(ours), single=False)
     return torch.isin(ours.topk(most).indices, theirs.topk(most).indices).double().mean().item()
 
 

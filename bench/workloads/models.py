@@ -69,7 +69,7 @@ def save_random(directory: Path, width: int, layers: int, context: int) -> None:
             if parameter.dim() > 1:
                 parameter.mul_(std.get(name, parameter.shape[1] ** -0.5) / STD)
         model.get_parameter("ff_out.weight")[model.mask_token_id] = 0
-    names = {official: model.parameter_name(official) for official in model.shape.weight_shapes}
+    names = {official: model.config.parameter_names[official] for official in model.shape.weight_shapes}
     weights = {official: model.get_parameter(name).detach() for official, name in names.items()}
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     config = read_config("embedded") | _random_config(width, layers, context)

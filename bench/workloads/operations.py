@@ -5,9 +5,9 @@ from typing import Any
 
 from measuring.worker import refusing
 
+from tiered.core.rates import Rates
 from tiered.core.spans import recording
-from tiered.forward.forward_work import forward_work
-from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.offload.device import synchronize
 from tiered.planning.machine_rates import machine_rates
 from tiered.runtime import Runtime
@@ -43,13 +43,18 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         yield of_call | {"op": op.value, "ms": ns / 1e6, "share": ns / 1e6 / wall, "count": count}
 
 
+def floor(work: ForwardWork, rates: Rates) -> float:
+    """Lower bound in seconds: of its arithmetic or of its reads, whichever takes longer."""
+    return max(work.flops / rates.flops_per_second, work.read_bytes / rates.bytes_per_second)
+
+
 def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[str, Any]:
     """What the sizes of a plain step over one block and of a refresh dictate, and the least that they take here."""
     rates = machine_rates(runtime.device, runtime.dtype)
     found = {"gflop_per_second": rates.flops_per_second / 1e9, "gb_per_second": rates.bytes_per_second / 1e9}
-    sizes = {"batch": settings["batch"], "context": positions, "dtype_bytes": BYTES_PER_ELEMENT[settings["dtype"]]}
+    sizes = {"batch": settings["batch"], "context": positions, "dtype": settings["dtype"]}
     for name, rows in (("step", settings["block"]), ("refresh", positions)):
         own = forward_work(runtime.model.shape, rows=rows, output_rows=settings["block"], **sizes)
-        found |= {f"{name}_gflop": own.flops / 1e9, f"{name}_floor_ms": 1e3 * own.floor(rates)}
+        found |= {f"{name}_gflop": own.flops / 1e9, f"{name}_floor_ms": 1e3 * floor(own, rates)}
         found["read_bytes"] = own.read_bytes
     return found

@@ -22,18 +22,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from tiered.core.checks import unknown_name
     from tiered.core.whole_file import check_new_file, write_then_rename
-    from tiered.models.shape import BYTES_PER_ELEMENT
+    from tiered.models.shape import named_dtype
     from tiered.offload.device import pick_device
     from tiered.planning.machine_rates import machine_rates
 
     if args.out is not None:
         check_new_file("--out", args.out)
     device = pick_device(args.device)
-    dtype = args.dtype if args.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
-    if dtype not in BYTES_PER_ELEMENT:
-        raise unknown_name("dtype", dtype, ["auto", *BYTES_PER_ELEMENT])
+    dtype = named_dtype(args.dtype, "float32" if device.type == "cpu" else "bfloat16")
     rates = machine_rates(device, getattr(torch, dtype))
     record = {"rates": rates.as_dict(), "torch": torch.__version__}
     if args.out is not None:

@@ -17,6 +17,11 @@ ELEMENT_BYTES = {
 ShapeAndDtype = tuple[tuple[int, ...], str]
 
 
+def dtype_name(dtype: object) -> str:
+    """The key of `ELEMENT_BYTES` for a dtype of torch, or for its name."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory of the device.

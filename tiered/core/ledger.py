@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet
 
 from tiered.core.budget import MemoryBudget
@@ -46,12 +46,6 @@ class Ledger:
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
         self._lock = RLock()  # not held while a lender gives up bytes under its own lock
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_lenders": None, "_lock": None}  # both belong to this process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}, "_lock": RLock()})
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
         """Bytes that `tier` holds now, under `account`, or under all for None."""
@@ -94,7 +88,7 @@ class Ledger:
             raise lacking
         self._required[tier] = max(self._required[tier], used + needed)
 
-    def lacking(self, needed: int, used: int, tier: Tier, hint: str = "") -> TierCapacityError | None:
+    def lacking(self, needed: int, used: int, tier: Tier, hint: str) -> TierCapacityError | None:
         """The error for `needed` bytes beside `used` ones; None if there is room."""
         cap, total = self.budget.cap(tier), used + needed
         if cap is None or total <= cap:

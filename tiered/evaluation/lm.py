@@ -16,6 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import dtype_name
 from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.evaluation.likelihood import Likelihood
 from tiered.evaluation.requests import MODEL_NAMES, answer_text, request_options
@@ -188,7 +189,7 @@ class TieredLM(TemplateLM):
         counts, ledger = self._scheduler.counts, self.runtime.ledger
         seconds = sum(counts.clock.seconds.values())
         return {
-            "model_dtype": str(self.runtime.dtype).removeprefix("torch."),
+            "model_dtype": dtype_name(self.runtime.dtype),
             "policy": str(self.runtime.policy),
             "memory_budget": str(ledger.budget),
             "generation": {name: repr(value) for name, value in self.defaults.items()},

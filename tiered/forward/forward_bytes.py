@@ -8,14 +8,14 @@ from dataclasses import replace
 from itertools import chain, product
 
 from tiered.core.buffers import FLOAT32, INT64, Buffer, ShapeAndDtype, phase, phase_bytes
-from tiered.core.features import Account, Feature
+from tiered.core.features import KEY_VALUE, Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows
-from tiered.forward.sizes import CallShape, feature_buffers
+from tiered.forward.sizes import CallShape, feature_buffers, stored_row
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.expert_table import scratch_numbers
 from tiered.kernels.projection import FEW_ROWS
-from tiered.kernels.row_code import CHUNK_ELEMENTS
+from tiered.kernels.row_code import CHUNK_ELEMENTS, RowCode
 from tiered.kernels.weight_product_ref import DECODED_FROM, TILE_ELEMENTS, decoded_rows, most_sums
 from tiered.models.shape import BYTES_PER_ELEMENT, VOCABULARY_TILE, ModelShape, rows_at_once, tokens_at_once
 
@@ -33,10 +33,12 @@ def part_rows(batch: int) -> int:
     return max(1, PART_ROWS // batch)
 
 
-def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Bytes of one more token's keys and values in all layers; those with a window take none beyond it."""
-    growing = sum(len(kind.layers) * kind.shape.kept_width for kind in shape.kinds() if kind.window is None)
-    return growing * BYTES_PER_ELEMENT[dtype]
+def kv_bytes_per_token(shape: ModelShape, dtype: str, kv: RowCode | None = None) -> int:
+    """Bytes of one more token's keys and values in all layers; those with a window take none beyond it. `kv`: their
+    code; None for raw ones."""
+    growing, element = [kind for kind in shape.kinds() if kind.window is None], BYTES_PER_ELEMENT[dtype]
+    rows = [(len(kind.layers), stored_row(kind.shape, each, kv, element)) for kind in growing for each in KEY_VALUE]
+    return sum(layers * heads * elements * element for layers, (heads, elements) in rows)
 
 
 def forward_buffers(
@@ -149,13 +151,14 @@ def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
     return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
 
 
-def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
-    """Peak temporaries of the part of a forward that passes a layer at a time; `most_rows` as in `forward_buffers`."""
-    return phase_bytes(part_buffers(sizes, most_rows), Account.ACTIVATIONS)
+def part_bytes(sizes: CallShape) -> int:
+    """Peak temporaries of the part of a forward that passes a layer at a time."""
+    return phase_bytes(part_buffers(sizes), Account.ACTIVATIONS)
 
 
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
-    """Temporaries by phase, of the layers that take most. Products of one phase are freed before the next begins."""
+    """The part's temporaries by phase, of the layers that take most; `most_rows` as in `forward_buffers`. Products of
+    one phase are freed before the next begins."""
     kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
     return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
 

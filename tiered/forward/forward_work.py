@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered.core.rates import Rates
-from tiered.models.shape import ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.weight_form import read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,6 @@ class ForwardWork:
     def read_bytes(self) -> int:
         """Bytes of weights, keys and values."""
         return self.weight_bytes + self.kv_bytes
-
-    def floor(self, rates: Rates) -> float:
-        """Lower bound in seconds: of its arithmetic or of its reads, whichever takes longer."""
-        return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
 
 
 class RowFlops(NamedTuple):
@@ -79,7 +75,7 @@ def _mlp_elements(shape: ModelShape) -> int:
 
 
 def forward_work(
-    shape: ModelShape, *, batch: int, context: int, rows: float, dtype_bytes: int, output_rows: int | None = None
+    shape: ModelShape, *, batch: int, context: int, rows: float, dtype: str, output_rows: int | None = None
 ) -> ForwardWork:
     """The work of one forward.
 
@@ -88,7 +84,7 @@ def forward_work(
         batch: sequences.
         context: positions of each sequence. Every row attends to all of them.
         rows: rows of each sequence that the forward recomputes, on average over layers.
-        dtype_bytes: bytes of an element of weights and cache.
+        dtype: dtype of weights and cache, a key of `BYTES_PER_ELEMENT`.
         output_rows: rows whose logits are needed; of other rows the last layer only computes keys and values. None for
             all of `rows`.
 
@@ -105,14 +101,9 @@ def forward_work(
         + passing * (of_row.attend + of_row.mlp)
         + outputs * 2 * shape.width * shape.vocab_size
     )
-    weights = shape.parameters * dtype_bytes
-    kept = shape.kv_read(context) * batch * dtype_bytes
-    table = (shape.vocab_size, shape.width)
-    untied = list(shape.weight_shapes.values()).count(table) > 1
-    looked_up = shape.vocab_size * shape.width * dtype_bytes if untied else 0
     return ForwardWork(
-        weight_bytes=weights - looked_up,
-        kv_bytes=kept,
+        weight_bytes=read_bytes(shape, dtype),
+        kv_bytes=shape.kv_read(context) * batch * BYTES_PER_ELEMENT[dtype],
         flops=batch * per_sequence,
         attention_flops=batch * passing * of_row.attention,
     )

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from tiered.core.buffers import dtype_name
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.kernels.coded_rows import CodedRows
@@ -55,7 +56,7 @@ class WeightRecords:
         self.form, self.layers = form, model.shape.recorded
         self.model: Any = model
         self._dtype = dtype
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         self.layer = RecordLayout(model.shape, name, form)
         self.record = RecordLayout(model.shape, name, form, apart=model.shape.experts_apart)
         self._owners = {layer: [getattr(model.blocks[layer], each) for each in self.names] for layer in self.layers}

@@ -134,15 +134,6 @@ class DiffusionModel(nn.Module):
     def from_config(cls: type[M], config: Mapping[str, Any]) -> M:
         return cls(cls.read_config(config))
 
-    def parameter_name(self, official: str) -> str:
-        return self.config.parameter_names[official]
-
-    def official(self, name: str) -> Tensor:
-        """The weight with the official `name`; a view of some of its rows if it is a piece of one of ours. Raises
-        `AttributeError` for a coded weight."""
-        weight = self.get_parameter(self.parameter_name(name))
-        return weight[self.config.pieces[name]] if name in self.config.pieces else weight
-
     def rotary(self, positions: Int[Tensor, "batch length"], is_global: bool = False) -> Rotary:
         """The rotation at these positions, of heads or of global heads."""
         return Rotary.of(positions, self.shape.head_dim, self.config.rotation)

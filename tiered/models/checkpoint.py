@@ -14,6 +14,7 @@ from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from tiered.core.buffers import dtype_name
 from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.encode_rows_ref import pack, paired
@@ -156,7 +157,7 @@ class Checkpoint:
             raise NonFiniteError(
                 f"the weight {name}",
                 f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or a decoded value is beyond "
-                f"{str(dtype).removeprefix('torch.')}",
+                + dtype_name(dtype),
             )
         return weight
 
@@ -256,7 +257,7 @@ def _not_finite(name: str, file: Path, stored: Tensor, dtype: torch.dtype) -> No
         most = float(torch.stack(stored.aminmax()).abs().max())
         wide = [name for name in BYTES_PER_ELEMENT if torch.finfo(getattr(torch, name)).max > most]
         hint = (
-            f"up to {most:.3g} in {file}, it is beyond {str(dtype).removeprefix('torch.')}, which ends at "
+            f"up to {most:.3g} in {file}, it is beyond {dtype_name(dtype)}, which ends at "
             f"{torch.finfo(dtype).max:.3g}: dtype = {' or '.join(map(repr, wide))} holds it"
         )
     return NonFiniteError(f"the weight {name}", hint)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tiered.core.buffers import dtype_name
 from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 
@@ -90,7 +91,7 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
 def checkpoint_dtype(config: Mapping[str, object]) -> str:
     """The dtype in config.json (`torch_dtype`, or `dtype` in newer files); float32 if it has none. Raises `ValueError`
     for a dtype that no checkpoint of these families has."""
-    name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    name = dtype_name(config.get("torch_dtype") or config.get("dtype") or "float32")
     if name not in BYTES_PER_ELEMENT:
         raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
     return name

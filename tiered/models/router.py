@@ -19,7 +19,7 @@ _NO_ZERO = 1e-20  # added to a sum that divides
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """Top-k routing in float32. A row's experts depend on no other row, unless blocks share a pool.
+    """Top-k routing in float32. A row's experts depend on no other row.
 
     Attributes:
         score: function of a row's logits, one for each expert.
@@ -29,8 +29,6 @@ class Router:
         weighs_bias: True if the bias stays in the weights; False if it only counts for the choice.
         normalised: True if the weights of a row are divided by their sum.
         scale: factor of the weights.
-        pool: experts that a block admits: those with the highest maximum score among its rows (LLaDA2.2). None for
-            all.
     """
 
     score: Score
@@ -40,57 +38,39 @@ class Router:
     weighs_bias: bool = False
     normalised: bool = False
     scale: float = 1.0
-    pool: int | None = None
 
-    def check(self, experts: int, where: str = "config.json: ") -> "Router":
+    def check(self, experts: int) -> "Router":
         """This router for `experts` experts. Raises `ValueError` for settings that contradict each other."""
         in_groups = experts // self.groups * self.kept_groups
         if self.picked > experts:
-            raise ValueError(f"{where}num_experts = {experts} is fewer than num_experts_per_tok = {self.picked}")
+            raise ValueError(f"config.json: num_experts = {experts} is fewer than num_experts_per_tok = {self.picked}")
         if experts % self.groups:
-            raise ValueError(f"{where}n_group = {self.groups} does not divide num_experts = {experts}")
+            raise ValueError(f"config.json: n_group = {self.groups} does not divide num_experts = {experts}")
         if self.kept_groups > self.groups:
-            raise ValueError(f"{where}topk_group = {self.kept_groups} is more than n_group = {self.groups}")
+            raise ValueError(f"config.json: topk_group = {self.kept_groups} is more than n_group = {self.groups}")
         if self.groups > 1 and experts // self.groups < 2:
-            raise ValueError(f"{where}n_group = {self.groups} leaves groups with one of num_experts = {experts}")
+            raise ValueError(f"config.json: n_group = {self.groups} leaves groups with one of num_experts = {experts}")
         if self.picked > in_groups:
             raise ValueError(
-                f"{where}num_experts_per_tok = {self.picked}, but topk_group = {self.kept_groups} groups have "
+                f"config.json: num_experts_per_tok = {self.picked}, but topk_group = {self.kept_groups} groups have "
                 f"{in_groups} experts"
-            )
-        if self.pool is not None and not self.picked <= self.pool <= experts:
-            raise ValueError(
-                f"{where}expert_capacity = {self.pool}; from num_experts_per_tok = {self.picked} to num_experts = "
-                f"{experts} is allowed"
             )
         return self
 
-    def pick(
-        self,
-        logits: Float32[Tensor, "rows experts"],
-        bias: Float32[Tensor, " experts"] | None = None,
-        blocks: Int[Tensor, " rows"] | None = None,
-    ) -> Picks:
-        """`blocks`: number of each row's block, from 0 on, for a router with a pool."""
+    def pick(self, logits: Float32[Tensor, "rows experts"], bias: Float32[Tensor, " experts"] | None = None) -> Picks:
+        """The experts of each row, and their weights. Overwrites `logits`."""
         # σ by `exp`, because the last bit of torch's σ differs at the end of a table.
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.neg().exp_().add_(1).reciprocal_()
         del logits  # tables of all experts are large
         ranked = scores if bias is None else scores + bias
         allowed = ranked
-        if (self.groups > 1 or self.pool is not None) and (self.weighs_bias or bias is None):
+        if self.groups > 1 and (self.weighs_bias or bias is None):
             allowed = ranked.clone()
         if self.groups > 1:
             grouped = ranked.unflatten(-1, (self.groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
             dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             allowed.unflatten(-1, (self.groups, -1)).masked_fill_(dropped[..., None], -math.inf)
-        if self.pool is not None:
-            assert blocks is not None, "a pool is a block's"
-            highest = allowed.new_full((int(blocks.max()) + 1, allowed.shape[1]), -math.inf)
-            highest.scatter_reduce_(0, blocks[:, None].expand_as(allowed), allowed, "amax")
-            admitted = highest.topk(self.pool, dim=-1).indices
-            out = torch.ones_like(highest, dtype=torch.bool).scatter_(-1, admitted, False)
-            allowed.masked_fill_(out[blocks], -math.inf)
         experts = allowed.topk(self.picked, dim=-1).indices.sort(dim=-1).values
         weights = (ranked if self.weighs_bias else scores).gather(-1, experts)
         if self.normalised:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, NamedTuple
 
-from tiered.core.buffers import ELEMENT_BYTES
+from tiered.core.buffers import ELEMENT_BYTES, dtype_name
+from tiered.core.checks import unknown_name
 
 # No model comes close, and counts of bytes fit an int64: two sizes, the layers and 4 bytes are 2^60.
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
@@ -222,6 +223,14 @@ class ModelShape:
     def kept_width(self) -> int:
         """Elements of a row's keys and values that a layer keeps."""
         return self.kv_width * (1 if self.keys_of_values else 2)
+
+
+def named_dtype(dtype: object, auto: str) -> str:
+    """The name of a dtype that models have: `auto` for "auto". Raises `ValueError` for another one."""
+    name = auto if dtype == "auto" else dtype_name(dtype)
+    if name not in BYTES_PER_ELEMENT:
+        raise unknown_name("dtype", name, ["auto", *BYTES_PER_ELEMENT])
+    return name
 
 
 def tokens_at_once(rows: int) -> int:

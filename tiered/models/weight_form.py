@@ -132,9 +132,15 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
     ]
 
 
-def held_form(codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: ModelShape) -> WeightForm:
-    """The form of a checkpoint whose files hold weights in `codes`, by official name; `names`: our own name of each.
-    Raises `ValueError` unless all matrices in records are in one code, and no other matrix is in another."""
+def form_of(
+    name: str | WeightForm, codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: ModelShape
+) -> WeightForm:
+    """The form `name` of a checkpoint whose files hold weights in `codes`, by official name; "raw" keeps their code.
+    `names`: our own name of each. Raises `ValueError` for a form unlike that of the codes, and unless all matrices in
+    records are in one code, and no other matrix is in another."""
+    form = WeightForm.of(name)
+    if not codes:
+        return form
     kinds = sorted(set(codes.values()))
     within = [name for name, own in names.items() if shape.place_of(own) is not None]
     found = sum(1 for name in within if name in codes)
@@ -143,8 +149,11 @@ def held_form(codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: 
             f"the checkpoint holds {found} of {len(within)} matrices of {'experts' if shape.experts else 'layers'} in "
             f"{' and '.join(kinds)}; all of them in one code are allowed"
         )
-    return WeightForm(
+    held = WeightForm(
         kinds[0],
         head=all(name in codes for name, own in names.items() if own in TABLES),
         raw=frozenset(own for name, own in names.items() if shape.is_matrix(own) and name not in codes),
     )
+    if str(form) not in (RAW, str(held)):
+        raise ValueError(f"weights = {str(form)!r}, but the checkpoint has them in {held}: 'raw' keeps that code")
+    return held

@@ -2,15 +2,16 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from tiered.core.buffers import Buffer
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import KEY_VALUE, Account, Tier
+from tiered.core.features import Account, Tier
 from tiered.core.rates import Rates
+from tiered.forward.forward_bytes import kv_bytes_per_token
 from tiered.forward.sizes import RAW, CallShape, Gpu
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import WeightBytes
@@ -126,9 +127,7 @@ class Plan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        growing = [kind for kind in self.shape.kinds() if kind.window is None]
-        rows = ((len(kind.layers), replace(self.sizes, shape=kind.shape)) for kind in growing)
-        return sum(layers * sizes.row_bytes(feature) for layers, sizes in rows for feature in KEY_VALUE)
+        return kv_bytes_per_token(self.shape, self.sizes.dtype, self.sizes.kv)
 
     def require_fit(self) -> None:
         """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""

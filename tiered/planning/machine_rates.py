@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from tiered.core.buffers import dtype_name
 from tiered.core.features import Feature
 from tiered.core.rates import Rates
 from tiered.forward.feature_store import FeatureStore
@@ -52,7 +53,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         bytes_per_second=nbytes / total,
         link_bytes_per_second=nbytes / copy,
         layer_seconds=least / _LAYERS,
-        source=f"measured on {device} in {str(dtype).removeprefix('torch.')}",
+        source=f"measured on {device} in {dtype_name(dtype)}",
         measured=True,
         multiprocessors=multiprocessors(device) if device.type == "cuda" else 0,
     )
@@ -71,7 +72,7 @@ def _least_step(device: torch.device, dtype: torch.dtype) -> Callable[[], object
         model = LLaDA.from_config(size | tokens).to(dtype)
         ids, positions = torch.zeros(1, 64, dtype=torch.int64), torch.arange(64)[None]
     kept: dict[Feature, int] = {Feature.KEY: _LAYERS, Feature.VALUE: _LAYERS}
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     sizes = CallShape(shape=model.shape, batch=1, context=64, block_length=64, dtype=name)
     forward = Forward(model, FeatureStore(sizes, kept, device), positions)
     return lambda: forward.logits(Pass(ids, forward.rows[8:10], slice(0, 2)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.canvas import most_columns_in_blocks
-from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
+from tiered.core.checks import check_integer, check_multiple, check_switch, plain_number
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
@@ -17,8 +17,8 @@ from tiered.models.families import family_of
 from tiered.models.locate import find_directory, read_config
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
+from tiered.models.shape import ModelShape, named_dtype
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, form_of
 from tiered.planning.advice import advise, code_savings
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.card import Plan, TierPlan, machine_of
@@ -79,40 +79,48 @@ def plan(
     config = stretched(read_config(path_or_config), rope_theta, rope_scaling)
     asked, (rates, gpu) = make_policy(policy, **policy_options), _machine(device)
     name, shape = _name(path_or_config, config), family_of(config).shape(config)
-    call = {"guidance": cfg, "sampled": sampled, "gpu": gpu, "dtype": _dtype(dtype, shape), "kv": kv_code(kv, shape)}
-    call |= _positions(shape, name, context, batch, max_new_tokens, block_length)
-    sizes = CallShape(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
+    context, batch, block, answer = _positions(shape, name, context, batch, max_new_tokens, block_length)
+    sizes = CallShape(
+        shape=shape,
+        batch=batch,
+        context=context,
+        block_length=block,
+        answer=answer,
+        dtype=named_dtype(dtype, shape.dtype),
+        weights=_form(weights, path_or_config, config, shape),
+        kv=kv_code(kv, shape),
+        gpu=gpu,
+        guidance=cfg,
+        sampled=sampled,
+    )
     _check(asked, sizes, name)
-    tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
-    model = {"model": name, "stretch": _stretch(config, shape), "family": family_of(config).name}
-    machine = {"machine": machine_of(device, gpu, rates), "rates": rates}
-    return Plan(**model, **machine, **_figures(asked, sizes, MemoryBudget.of(memory), rates, tokens))
-
-
-def _figures(
-    policy: Policy, sizes: CallShape, budget: MemoryBudget, rates: Rates | None, tokens: int
-) -> dict[str, Any]:
-    choice = choose(policy, sizes, budget)
+    tokens = min(_size("tokens_per_forward", tokens_per_forward), block)
+    budget = MemoryBudget.of(memory)
+    choice = choose(asked, sizes, budget)
     workload = Workload(choice.policy, sizes)
     needed = workload.needed(budget)
-    accounts, times = needed.tiers(budget), _times(workload, needed, rates, tokens)
-    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
-    return {
-        "sizes": sizes,
-        "policy": choice.policy.name,
-        "policy_options": choice.policy.options,
-        "why": choice.why,
-        "tiers": {tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
-        "largest_context": _largest_context(workload, budget),
-        "streams": needed.streams,
-        "weights": needed.weights,
-        "hidden": HiddenBytes.of(sizes) if needed.records is None and not sizes.shape.block_causal else None,
-        "buffers": tuple(needed.declared),
-        "advice": tuple(advise(workload, budget)),
-        "tokens_per_forward": tokens,
-        "times": times,
-        "warnings": _warnings(workload, budget, shown),
-    }
+    accounts = needed.tiers(budget)
+    made = Plan(
+        model=name,
+        family=family_of(config).name,
+        machine=machine_of(device, gpu, rates),
+        sizes=sizes,
+        policy=choice.policy.name,
+        policy_options=choice.policy.options,
+        why=choice.why,
+        tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
+        largest_context=_largest_context(workload, budget),
+        stretch=_stretch(config, shape),
+        streams=needed.streams,
+        weights=needed.weights,
+        hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
+        buffers=tuple(needed.declared),
+        advice=tuple(advise(workload, budget)),
+        rates=rates,
+        tokens_per_forward=tokens,
+        times=_times(workload, needed, rates, tokens),
+    )
+    return replace(made, warnings=_warnings(workload, budget, made.shown_time))
 
 
 def _times(workload: Workload, needed: CallBytes, rates: Rates | None, tokens: int) -> tuple[CallTime, ...]:
@@ -135,7 +143,8 @@ def _warnings(workload: Workload, budget: MemoryBudget, time: CallTime | None) -
 
 def _positions(
     shape: ModelShape, name: str, context: int, batch: int, max_new_tokens: int | None, block_length: int | None
-) -> dict[str, Any]:
+) -> tuple[int, int, int, int | None]:
+    """The context, the sequences, the length of a block and that of the answer, None for any."""
     context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     given = None if block_length is None else _size("block_length", block_length)
@@ -148,23 +157,24 @@ def _positions(
     if shape.block_causal:  # counted as in `tiered.prepare`
         rounded, answer = most_columns_in_blocks(context, block, answer, batch)
         context = max(context, min(rounded, shape.max_context // block * block))
-    return {"batch": batch, "context": context, "block_length": block, "answer": answer}
+    return context, batch, block, answer
 
 
 def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm:
     """The form of the weights by its name. With "raw", weights that are coded in the files keep their code."""
-    form = WeightForm.of(weights)
-    method = require_readable(config) if form == RAW_WEIGHTS else None
+    form, method = WeightForm.of(weights), require_readable(config)
     if method is None:
         return form
     directory = find_directory(source) if isinstance(source, str | Path) else None
-    if directory is None:
+    if directory is None or not any(directory.glob("*.safetensors")):
+        if form != RAW_WEIGHTS:
+            return form
         raise ValueError(
             f"the weights are quantised by {method}, and only the files say how: plan their directory, or name the "
             "code: weights = 'fp8', 'int8', 'nvfp4' or 'int4'"
         )
     names = family_of(config).read(config).parameter_names
-    return held_form(Checkpoint(directory, shape, config).codes, names, shape)
+    return form_of(form, Checkpoint(directory, shape, config).codes, names, shape)
 
 
 def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -214,15 +224,5 @@ def _check(policy: Policy, sizes: CallShape, name: str) -> None:
 
 def _size(name: str, value: Any) -> int:
     value = plain_number(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} = {value!r}; a positive int is allowed")
-    if value < 1:
-        raise ValueError(f"{name} = {value}; a positive int is allowed")
+    check_integer(name, value, least=1)
     return value
-
-
-def _dtype(dtype: object, shape: ModelShape) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name != "auto" and name not in BYTES_PER_ELEMENT:
-        raise unknown_name("dtype", name, ["auto", *BYTES_PER_ELEMENT])
-    return shape.dtype if name == "auto" else name

@@ -183,7 +183,7 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
         batch=sizes.sequences,
         context=sizes.context,
         rows=min(rows, sizes.context),
-        dtype_bytes=sizes.element,
+        dtype=sizes.dtype,
         output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers

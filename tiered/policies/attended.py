@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from tiered.core.buffers import FLOAT32, Buffer
+from tiered.core.buffers import FLOAT32, Buffer, dtype_name
 from tiered.core.checks import check_integer
 from tiered.core.features import Account
 from tiered.core.ops import Op
@@ -99,7 +99,7 @@ class _Attending(PolicyState):
         assert self._received is not None, "`rows` comes first"
         (batch, length), shape = asking.shape, forward.model.shape
         last = shape.layers - 1
-        dtype = str(queries.dtype).removeprefix("torch.")
+        dtype = dtype_name(queries.dtype)
         sizes = CallShape(shape=shape, batch=len(queries), context=length, block_length=rows.count, dtype=dtype)
         # A noise mask hides no column from the block.
         self._received += attention_received(

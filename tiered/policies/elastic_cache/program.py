@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.core.buffers import dtype_name
 from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
@@ -45,7 +46,7 @@ class ElasticStep:
         self._tracked.begin(shape, len(self._step.due), length, pass_.hidden)
         self._widening, self._masked = Widening(self._step, pass_, length), ~self._step.committed
         self._storing = Storing(self._step, pass_.rows, length, apart=self._apart)
-        dtype = str(pass_.hidden.dtype).removeprefix("torch.")
+        dtype = dtype_name(pass_.hidden.dtype)
         sizes = CallShape(shape=shape, batch=len(pass_.hidden), context=length, block_length=window, dtype=dtype)
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
-from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_top_m
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, chosen_clusters
 from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
@@ -107,7 +107,7 @@ class HiddenCache:
         last = np.ones(len(drift), dtype=bool)
         last[below] = False
         ranked = np.lexsort((-np.asarray(drift), last))  # equal ones stay in order
-        most = auto_top_m(len(drift) if self.clusters == "rows" else 0) if self.top_m == "auto" else self.top_m
+        most = chosen_clusters(self.top_m, len(drift), single=self.clusters == "rows")
         return ranked[: most + len(below) * self.beside].tolist()
 
     @spanned(Op.CLUSTERING)

@@ -7,7 +7,7 @@ take more than a GPU's kernels, and an update of all rows, because a few cluster
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters, auto_top_m
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters, chosen_clusters
 from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.buffers import FLOAT32, INT64, Buffer
@@ -76,8 +76,7 @@ class ClusterSizes:
     @property
     def chosen(self) -> int:
         """Clusters of a layer and sequence that an update chooses, without those from the layer below."""
-        most = auto_top_m(self.made if self.wanted == "rows" else 0) if self.top_m == "auto" else self.top_m
-        return min(self.clusters, most)
+        return chosen_clusters(self.top_m, self.clusters, single=self.wanted == "rows")
 
     @property
     def appended(self) -> int:
