@@ -108,10 +108,12 @@ def test_what_is_at_work_is_booked(codec: Codec, dtype: torch.dtype):
     out, row_bytes = torch.empty_like(rows), codec.row_bytes(width, rows.element_size())
     buffer = torch.zeros(count, row_bytes, dtype=torch.uint8)
     base = RowBase(rows[:1].clone(), torch.zeros_like(numbers)) if codec.needs_base else None
+    peaks, most = [], count * (width * codec.working + row_bytes)
     for work in (
         lambda: encode(codec, rows, buffer, numbers, base),
         lambda: decode(codec, buffer, numbers, out, numbers, base),
     ):
         with Allocations() as allocated:
             work()
-        assert allocated.peak <= count * (width * codec.working + row_bytes)
+        peaks.append(allocated.peak)
+    assert 0.6 * most <= max(peaks) <= most

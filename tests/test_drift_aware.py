@@ -425,3 +425,27 @@ def test_other_rules_measure_nothing(tiny: Runtime):
     measured = tiny.generate(PROMPT, commit="drift_aware", **SIZES)
     # Log-probabilities of 8 rows in 4 heads over 49 keys, the rows' drift with its sum, and nothing else.
     assert measured.memory.peak_device_bytes - plain.memory.peak_device_bytes == 4 * 8 * (4 * 49 + 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("attended", {"attended_rows": 32}),
+        ("attended", {"attended_rows": 4}),
+        ("elastic_cache", {"refresh_interval": 3, "window": 8}),
+        ("dllm_cache", {"prompt_interval": 3, "response_interval": 3}),
+    ],
+)
+def test_a_short_prompt_in_a_batch_forgets_drift_when_it_would_alone(
+    tiny: Runtime, policy: str, options: dict[str, Any]
+):
+    """What recomputes all rows of a short prompt is a refresh of it, though it is none of the long ones."""
+    runtime, lengths = tiny.with_policy(make_policy(policy, **options)), (60, 10, 33, 7, 21)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 480, (length,), generator=generator).tolist() for length in lengths]
+    call = {"max_new_tokens": 24, "block_length": 8, "commit": replace(EAGER, early_threshold=0.01)}
+    together = runtime.generate(prompts, stop_at_eos=False, **call)
+    for row, prompt in enumerate(prompts):
+        alone = runtime.generate([prompt], stop_at_eos=False, **call)
+        assert together.forwards[row] == alone.num_forwards
+        assert torch.equal(together.sequences[row, -24:], alone.sequences[0, -24:])

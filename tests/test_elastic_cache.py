@@ -1,6 +1,6 @@
 """Elastic-Cache against the paper's algorithm written out with full attention maps, and what a batch may not change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -528,3 +528,8 @@ def test_a_pass_over_all_rows_fetches_nothing(runtime: Runtime):
     layer = 308 * 128 * 4
     assert fetched["refresh"] == 0
     assert 7 * layer <= fetched["widening"] < 2.5 * 7 * layer
+
+
+def test_a_model_of_one_layer(random_model: Callable[[Mapping[str, Any]], Any], tiny_config: Mapping[str, Any]):
+    runtime = Runtime(random_model({**tiny_config, "n_layers": 1}), policy=make_policy("elastic_cache"))
+    assert runtime.generate([[5]], max_new_tokens=1, stop_at_eos=False).num_forwards == 1

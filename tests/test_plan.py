@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiered
 from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
-from tiered.core.buffers import account_bytes
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
@@ -30,12 +29,10 @@ from tiered.forward.sizes import CallShape
 from tiered.models.families import family_of
 from tiered.models.locate import read_config
 from tiered.models.presets import PRESETS, read_preset
-from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import Plan
-from tiered.planning.choice import choose
 from tiered.planning.plan import plan as plan_for
-from tiered.policies.registry import POLICIES, make_policy, policies_for
+from tiered.policies.registry import make_policy, policies_for
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -68,37 +65,6 @@ def alone(device: str | int) -> MemoryBudget:
 
 def device_bytes(made: Plan) -> int:
     return made.tiers[Tier.DEVICE].total
-
-
-@pytest.mark.parametrize("policy", policies_for("canvas"))
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
-    made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
-    sizes = CallShape(
-        shape=made.shape, batch=2, context=4096, block_length=64, dtype="bfloat16", guidance=True, sampled=sampled
-    )
-    chosen = choose(POLICIES[policy](), sizes, MemoryBudget()).policy
-    booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **account_bytes(chosen.buffers(sizes))}
-    needs = chosen.needs(sizes)
-    if needs.on_host:
-        assert made.streams is not None
-        return
-    assert made.streams is None
-    kept = None if needs.records is None else needs.records()
-    hidden = {} if kept is None else {Tier.DEVICE: account_bytes(kept.buffers), Tier.HOST: kept.host}
-    for account, size in hidden.get(Tier.DEVICE, {}).items():
-        booked[account] = booked.get(account, 0) + size
-    assert made.tiers[Tier.DEVICE].accounts == booked
-    assert device_bytes(made) == sum(booked.values())
-    assert all(made.tiers[tier].accounts == hidden.get(tier, {}) for tier in NOTHING)
-    assert bool(made.tiers[Tier.HOST].total) is (kept is not None)
-
-
-def test_a_plan_is_what_a_run_reserves():
-    runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual", device="cpu")
-    out = runtime.generate("copy: Ada Ben", max_new_tokens=32, block_length=16)
-    made = plan("embedded", context=out.sequences.shape[1], block_length=16, policy="fast_dllm_dual")
-    assert out.memory.tiers[Tier.DEVICE].peak == device_bytes(made)
 
 
 def test_libraries_are_planned_booked_and_capped_on_cuda(monkeypatch: pytest.MonkeyPatch):
@@ -461,7 +427,7 @@ def test_the_card():
     assert f"  - lower the context to {made.largest_context}" in remarks.splitlines()
 
 
-@pytest.mark.parametrize("model", [*CANVASES, "embedded", str(ROOT / "tiered/embedded/assets")])
+@pytest.mark.parametrize("model", ["llada-8b", "gidd-unif-3b", str(ROOT / "tiered/embedded/assets")])
 @pytest.mark.parametrize("policy", [DUAL, "polestar"])
 @pytest.mark.parametrize("memory", [None, "1GiB", "17GiB", MemoryBudget(device="40TiB", host="1GiB")])
 def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget | str | None):

@@ -66,7 +66,15 @@ def run(runtime: tiered.Runtime, call: Call) -> tiered.GenerationOutput:
     )  # fmt: skip
 
 
+@pytest.fixture
+def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans without a largest context and advice, which take most of their time."""
+    monkeypatch.setattr("tiered.planning.plan.advise", lambda *_: [])
+    monkeypatch.setattr("tiered.planning.plan._largest_context", lambda *_: None)
+
+
 @pytest.mark.filterwarnings("ignore:.*positions, but the model was trained")
+@pytest.mark.usefixtures("bytes_alone")
 @pytest.mark.parametrize(
     "seed", [*range(CASES), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(CASES, 400))]
 )

@@ -244,7 +244,6 @@ def test_what_the_host_has_no_room_for_comes_from_disk(
     out = answer(runtime)
     assert same(out, expected)
     assert streamed_layers(runtime).below == streamed_layers(runtime).streamed - 2 and out.memory.moved["disk->host"]
-    assert ("host->disk" not in out.memory.moved) == raw or not raw
     assert out.memory.tiers[Tier.HOST].peak <= 4 * slot
     assert (out.memory.tiers[Tier.DISK].peak == 0) == raw
 

@@ -67,7 +67,7 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
     }
     rows = [each.rows for each in found]
     if name in EXPECTED or (family == "dream" and name in BY_TWO):
-        assert sum(rows) == pytest.approx(sum(out.rows_per_step), rel=0.5)
+        assert sum(rows) == pytest.approx(sum(out.rows_per_step), rel=0.1)
     else:
         assert rows == pytest.approx(list(out.rows_per_step))
 

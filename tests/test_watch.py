@@ -21,6 +21,7 @@ from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.registry import policies_for
 from tiered.runtime import Runtime
+from tiered.tiers.stats import ENDS
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9, 12)
@@ -277,6 +278,8 @@ def test_bytes_are_the_ledgers(tiny: Runtime, policy: str):
         for tier in Tier:
             assert frame.accounts[tier] == runtime.ledger.accounts(tier)
             assert frame.tiers[tier].current == runtime.ledger.held(tier)
+        moved = runtime.ledger.moved
+        assert frame.moved_in_all == {lane: moved[way] for lane, way in ENDS.items() if way in moved}
         frames.append(frame)
 
     watcher = Watcher(runtime.ledger, show, fail, True)

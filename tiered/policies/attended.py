@@ -72,10 +72,14 @@ class _Attending(PolicyState):
         elif pass_.kind is not StepKind.REFRESH:
             own = pass_.rows.within
             outside = self._received.clone()
-            outside[:, own.start : own.stop] = -1.0
+            if canvas.padded:  # is chosen when nothing else is left
+                columns = torch.arange(canvas.length, device=outside.device)
+                outside = outside.masked_fill_(columns < canvas.pads[:, None], -1.0)
+            outside[:, own.start : own.stop] = -2.0
             chosen = outside.topk(self._policy.attended_rows, dim=1).indices
             index = torch.cat([pass_.rows.index.expand(canvas.batch, -1), chosen], dim=1)
-            pass_ = replace(pass_, rows=Rows.at(index), kind=StepKind.UPDATE)
+            whole = tuple(canvas.length - pads <= index.shape[1] for pads in canvas.pad_counts)
+            pass_ = replace(pass_, rows=Rows.at(index), kind=StepKind.UPDATE, refreshed=whole)
         pending = here[:, None] & (step.rewrites | canvas.pending(step.start, step.stop))
         asking = torch.zeros_like(self._received, dtype=torch.bool)
         asking[:, step.first_row : step.last_row] = pending

@@ -6,7 +6,7 @@ too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -83,7 +83,7 @@ class _Elastic(PolicyState):
         kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
         apart = self._policy.hidden_tier == Tier.HOST
         program = ElasticStep(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
-        return step.of_rows(rows.rows, rows.output, kind, program)
+        return replace(step.of_rows(rows.rows, rows.output, kind, program), refreshed=tuple(full))
 
     def keep(self, sequences: list[int]) -> None:
         self._tracked.keep(sequences)

@@ -48,7 +48,8 @@ class Tracked:
 
     @property
     def count(self) -> int:
-        return self.columns(0).shape[1]
+        assert self._columns is not None, "a step begins with `begin`"
+        return self._columns.shape[2]
 
     def columns(self, layer: int) -> Int[Tensor, "batch tracked"]:
         """Columns of the tokens of `layer`; `NONE` if fewer tokens are committed."""
