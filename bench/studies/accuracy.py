@@ -16,7 +16,7 @@ from measuring.table import Row
 from training.tasks import LONG_TASKS, TASKS
 from workloads.answer_tables import by_task
 from workloads.answers import OF, TIMED, measure, tasks_of
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.variants import RULES, noise_of
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
@@ -42,11 +42,6 @@ QUICK: Axes = {
 }
 FEWER = {1024: 30, 2048: 12, 3968: 6}  # lookups, where else there are 60
 LONG_ANSWER = 128
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

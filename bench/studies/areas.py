@@ -18,7 +18,7 @@ from training import tasks
 from workloads.answer_tables import Column, Show, pivot, where
 from workloads.answers import answerer, tasks_of
 from workloads.canvas_areas import MASSES, AreaFigures
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.staleness import measure_staleness
 from workloads.step_drift import measure_step_drift
 
@@ -36,11 +36,6 @@ AXES: Axes = {
 QUICK: Axes = {"model": ["embedded"], "examples": ["sort:1"]}
 CALL = {"max_new_tokens": 32, "block_length": 8, "stop_at_eos": False}
 OWN_CALL = {"embedded-uniform": {"block_steps": 16}}
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

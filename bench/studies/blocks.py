@@ -26,7 +26,7 @@ from measuring.table import Row
 from training.tasks import LONG_TASKS, TASKS
 from workloads import answers, blocks
 from workloads.answer_tables import by_task
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.variants import RULES
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
@@ -62,11 +62,6 @@ COST = {
     "rows": "{rows_fed:.0f}",
     "full pass": "{full_seconds:.2f}",
 }
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from measuring.table import Row
 from training.tasks import TASKS
 from workloads.answer_tables import Column, Show, by_task, mean, pivot, policy, right, size, task, where
 from workloads.answers import OF, TIMED, measure, tasks_of
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.variants import RULES, Variant, all_variants, noise_of
 
 from tiered.core.byte_size import format_bytes
@@ -42,11 +42,6 @@ GROUPS = {
 }
 SHORT = ("none", "fast_dllm_dual", "dkv_pd", "dllm_cache", "polestar", "transformers, cache")
 IN_UNIFORM = ("none", "fast_dllm_dual", "polestar")
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

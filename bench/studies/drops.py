@@ -31,7 +31,7 @@ from training.tasks import TASKS
 from workloads import answers, kv_logits
 from workloads.answer_tables import Column, Show, mean, pivot, policy, right, right_of, task, where
 from workloads.answers import OF, TIMED, tasks_of
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.variants import KV, ONE_BLOCK, REFRESH_EVERY_4
 
 from tiered.core.checks import unknown_name
@@ -66,11 +66,6 @@ BASE = ("none", RAW)
 # By part, policy and code, which answers were right, in one order.
 Key = tuple[str, str, str]
 Answers = Mapping[Key, Sequence[bool]]
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ from measuring.table import Row
 from training.tasks import FRESH_TASKS
 from workloads.answer_tables import asked_both, right_of, task
 from workloads.answers import OF, TIMED, measure, tasks_of
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.variants import RULES, Variant
 
 from tiered.core.byte_size import format_bytes
@@ -77,11 +77,6 @@ AXES: Axes = {
     "split": ["validation"],
 }
 QUICK: Axes = {"policy": [NONE, "fast_dllm_dual", POLESTAR], "rule": ["threshold 0.9"], "examples": ["sort:2"]}
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

@@ -45,7 +45,7 @@ from measuring.study import Axes
 from measuring.table import Row
 from training.tasks import ALL_TASKS, FRESH_TASKS, TASKS
 from workloads.answer_tables import Column, Show, asked_both, pivot, right, task, where
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.selection import SELECTORS
 from workloads.selection_answers import FROZEN, NONE, REFERENCES, check_arm, measure
 
@@ -76,11 +76,6 @@ MOST_PASSES = 256  # tokens of a prompt up to which `oracle_output` is asked
 IN_TOKENS = "prompt tokens"
 # A task, its size, and a share: what arms are compared in. The share of an arm without one is that of every cell.
 Cell = tuple[str, Any, Any]
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

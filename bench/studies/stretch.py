@@ -15,7 +15,7 @@ from measuring.study import Axes
 from measuring.table import Row
 from workloads.answer_tables import mean, pivot, right_of, where
 from workloads.answers import OF, TIMED, measure
-from workloads.models import paths, weights
+from workloads.models import local, weights
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
@@ -30,11 +30,6 @@ AXES: Axes = {
     "examples": [60],
 }
 QUICK: Axes = {"scaling": ["default", "ntk:2:2048"], "positions": [256], "examples": [1]}
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from measuring.study import Axes
 from measuring.table import Row
 from workloads.answer_tables import Column, pivot, policy, size, where
 from workloads.answers import OF, TIMED, measure, tasks_of
-from workloads.models import paths, weights
+from workloads.models import local, weights
 
 from tiered.cli.flags import policy_options
 from tiered.core.byte_size import parse_bytes
@@ -43,11 +43,6 @@ AXES: Axes = {
 }
 QUICK: Axes = {"clusters": [4], "top_m": [1], "update_threshold": [0, 2], "examples": ["sort:2"], "context": [64]}
 SHOWN = "sort"  # the task that hangs on fresh prompts; the others hardly differ
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

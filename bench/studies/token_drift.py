@@ -19,7 +19,7 @@ from workloads import drift_floor
 from workloads.answer_tables import Column, pivot, policy, size, task, where
 from workloads.answers import OF, answerer, tasks_of
 from workloads.canvas_areas import Area
-from workloads.models import paths, weights
+from workloads.models import local, weights
 from workloads.staleness import measure_staleness
 from workloads.variants import KV
 
@@ -47,11 +47,6 @@ AXES: Axes = {
 }
 QUICK: Axes = {"policy": ["fast_dllm_dual", "polestar"], "kv": ["fp8"], "examples": ["sort:1"]}
 CALL = {"max_new_tokens": 32, "block_length": 32, "steps": 16, "stop_at_eos": False}
-
-
-def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are."""
-    return {"paths": paths(axes["model"])}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:

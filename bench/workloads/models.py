@@ -33,6 +33,11 @@ def paths(models: Sequence[str]) -> Mapping[str, str]:
     return {Path(model).name: model for model in models}
 
 
+def local(axes: Mapping[str, Any]) -> dict[str, Any]:
+    """What a study of models knows of this machine alone."""
+    return {"paths": paths(axes["model"])}
+
+
 def random_model(width: int, layers: int, context: int) -> LLaDA:
     """A LLaDA of LLaDA-8B's proportions (MLP three times the width) with random weights, float32. Its answers mean
     nothing, and no token of them is ever confident."""
