@@ -246,7 +246,7 @@ def files_of(directory: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tiered.forward.weight_records.assign", started)
+    monkeypatch.setattr("tiered.forward.incoming_weights.assign", started)
 
 
 @pytest.mark.parametrize(("damage", "error", "fragments"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)

@@ -71,14 +71,17 @@ def test_errors_travel(kind: type[Exception], way: str):
     }
 
 
+def allocated(cap: int, count: int) -> None:
+    Ledger(MemoryBudget(device=cap)).allocate({Account.WEIGHTS: count})
+
+
 def test_out_of_a_process():
     """What a pool's process refuses reaches whoever waits, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        small, large = (Ledger(MemoryBudget(device=cap)) for cap in (1, 2))
         with pytest.raises(TierCapacityError, match='a budget of "2B" or more') as caught:
-            pool.submit(small.allocate, {Account.WEIGHTS: 2}).result(60)
+            pool.submit(allocated, 1, 2).result(60)
         assert (caught.value.needed, caught.value.available, caught.value.tier) == (2, 1, Tier.DEVICE)
-        assert pool.submit(large.allocate, {Account.WEIGHTS: 2}).result(60) is None
+        assert pool.submit(allocated, 2, 2).result(60) is None
 
 
 IDS = torch.arange(400).view(2, 200)

@@ -140,8 +140,6 @@ def test_every_piece_of_a_layer_has_a_name():
     # Others make no work for a pass, or are called by `Forward` alone, which names what is around them as well.
     others = {
         "from_config",
-        "parameter_name",
-        "official",
         "rotary",
         "sink_keys",
         "queries",
