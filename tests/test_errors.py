@@ -20,8 +20,7 @@ import tiered.core.errors
 import tiered.offload.errors
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import ContextLengthError, NonFiniteError, TierCapacityError
-from tiered.core.features import Account, Tier
-from tiered.core.ledger import Ledger
+from tiered.core.features import Tier
 from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, TransferError
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
@@ -71,17 +70,23 @@ def test_errors_travel(kind: type[Exception], way: str):
     }
 
 
-def allocated(cap: int, count: int) -> None:
-    Ledger(MemoryBudget(device=cap)).allocate({Account.WEIGHTS: count})
+# What another process runs, which has not to import this file.
+ALLOCATE = """
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account
+from tiered.core.ledger import Ledger
+
+Ledger(MemoryBudget(device={cap})).allocate({{Account.WEIGHTS: 2}})
+"""
 
 
 def test_out_of_a_process():
     """What a pool's process refuses reaches whoever waits, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(TierCapacityError, match='a budget of "2B" or more') as caught:
-            pool.submit(allocated, 1, 2).result(60)
+            pool.submit(exec, ALLOCATE.format(cap=1)).result(60)
         assert (caught.value.needed, caught.value.available, caught.value.tier) == (2, 1, Tier.DEVICE)
-        assert pool.submit(allocated, 2, 2).result(60) is None
+        assert pool.submit(exec, ALLOCATE.format(cap=2)).result(60) is None
 
 
 IDS = torch.arange(400).view(2, 200)
