@@ -43,7 +43,7 @@ def open_block(logits: Tensor, sampling: Sampling, scale: float | None, *, tiled
     batch, rows = len(logits) if scale is None else len(logits) // 2, logits.shape[1]
     pending = torch.rand(batch, rows, generator=draws) < 0.7
     model: Any = Given()
-    whole = logits.clone() if scale is None else with_guidance(logits.clone(), scale)
+    whole = logits.clone() if scale is None else with_guidance(logits.clone().chunk(2), scale)
     return OpenBlock(
         logits=LogitTiles(model, logits.clone(), scale) if tiled else whole,
         tokens=torch.full((batch, rows), MASK), pending=pending, remaining=pending.sum(dim=1).tolist(),

@@ -310,6 +310,9 @@ def test_logits_of_some_columns(embedded: Runtime):
     for columns in ((4, 4), (-1, 3), (18, 21)):
         with pytest.raises(ValueError, match="0 <= first < end <= 20 is allowed"):
             embedded.logits(ids, columns=columns)
+    for wrong in (5, (1, 2.5), (1, 2, 3), slice(1, 2)):
+        with pytest.raises(TypeError, match="two ints are allowed"):
+            embedded.logits(ids, columns=wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_logits_of_more_positions_than_the_model_has():

@@ -302,7 +302,13 @@ class Runtime:
         check_positions(shape, length, "the ids make")
         clean = read_noise_mask(noise_mask, shape, (batch, length), self.device)
         block = read_block(block_length, shape, name=self.name)
-        first, end = (0, length) if columns is None else columns
+        if columns is None:
+            columns = 0, length
+        if not (isinstance(columns, tuple) and [*map(type, columns)] == [int, int]):
+            raise TypeError(
+                f"columns = {columns!r}; two ints are allowed: the first column, and the one behind the last"
+            )
+        first, end = columns
         if not 0 <= first < end <= length:
             raise ValueError(f"columns = {columns}; 0 <= first < end <= {length} is allowed")
         sizes = self._call.sizes(batch, length, end - first, whole_logits=True)

@@ -116,8 +116,9 @@ def load_runtime(args: argparse.Namespace) -> "Runtime":
     from tiered.loading import from_pretrained
     from tiered.policies.registry import make_policy
 
-    how: dict[str, Any] = loading_options(args)
-    return from_pretrained(args.model, **{**how, "policy": make_policy(args.policy, **policy_options(args))})
+    how = loading_options(args)
+    how["policy"] = make_policy(how["policy"], **policy_options(args))
+    return from_pretrained(args.model, **how)
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 # become 0.
 FLOAT32_LEAST, FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
-# Names in transformers and vLLM, by what does their work here.
+# Names in transformers and vLLM that are not taken, by what does their work here; `core/aliases.py` has those that are.
 _ELSEWHERE = {
     "max_length": "max_new_tokens",
     "do_sample": "temperature",

@@ -56,7 +56,7 @@ class Guidance:
             return replace(logits, scale=self.scale)
         guided, output = pass_.guided, pass_.rows[pass_.output].within
         if guided is None:
-            return with_guidance(logits, self.scale)
+            return with_guidance(logits.chunk(2), self.scale)
         conditional = logits[: len(guided)]
         if any(guided):
             self._renew(conditional, logits[len(guided) :], guided, output.start)

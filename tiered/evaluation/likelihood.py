@@ -98,7 +98,7 @@ class Likelihood:
             return logits
         prefix = torch.arange(ids.shape[1], device=ids.device) < start
         free = self.runtime.logits(ids.masked_fill(prefix, self.runtime.model.mask_token_id), columns=(first, end))
-        return with_guidance(torch.cat([logits, free]), self.cfg_scale)
+        return with_guidance((logits, free), self.cfg_scale)
 
     def _is_greedy(self, prefix: Ids, target: Ids) -> bool:
         options = {"block_length": len(target), "cfg_scale": self.cfg_scale, "stop_at_eos": False}

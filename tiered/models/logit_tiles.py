@@ -1,6 +1,6 @@
 """Logits that are never whole: of a part of the vocabulary, or of some rows, at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float, Float32, Int
@@ -52,11 +52,13 @@ class LogitTiles:
         self, hidden: Float[Tensor, "sequences rows width"], tokens: slice
     ) -> Float32[Tensor, "batch rows tokens"]:
         logits = self.model.logits(hidden, tokens)
-        return logits if self.scale is None else with_guidance(logits, self.scale)
+        return logits if self.scale is None else with_guidance(logits.chunk(2), self.scale)
 
 
-def with_guidance(logits: Float[Tensor, "sequences rows tokens"], scale: float) -> Float[Tensor, "batch rows tokens"]:
-    """un + (scale + 1) · (cond − un), LLaDA's classifier-free guidance, of logits whose second half is un; in place."""
-    conditional, unconditional = logits.chunk(2)
+def with_guidance(
+    both: Sequence[Float[Tensor, "batch rows tokens"]], scale: float
+) -> Float[Tensor, "batch rows tokens"]:
+    """un + (scale + 1) · (cond − un), LLaDA's classifier-free guidance, of `both` logits, cond and un; in place."""
+    conditional, unconditional = both
     # In the official order: (scale + 1) · cond − scale · un would round differently.
     return conditional.sub_(unconditional).mul_(scale + 1).add_(unconditional)

@@ -72,9 +72,8 @@ class _Attending(PolicyState):
         elif pass_.kind is not StepKind.REFRESH:
             own = pass_.rows.within
             outside = self._received.clone()
-            if canvas.padded:  # is chosen when nothing else is left
-                columns = torch.arange(canvas.length, device=outside.device)
-                outside = outside.masked_fill_(columns < canvas.pads[:, None], -1.0)
+            if (filled := canvas.key_mask()) is not None:  # padding is chosen when nothing else is left
+                outside.masked_fill_(~filled, -1.0)
             outside[:, own.start : own.stop] = -2.0
             chosen = outside.topk(self._policy.attended_rows, dim=1).indices
             index = torch.cat([pass_.rows.index.expand(canvas.batch, -1), chosen], dim=1)
