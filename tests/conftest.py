@@ -1,5 +1,6 @@
 """What every test runs under: torch's memory poisoned, the network shut, Triton interpreted where there is no GPU."""
 
+import gc
 import json
 import os
 import shutil
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """Leave torch, transformers and thousands of tests, which live to the end, out of each garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
