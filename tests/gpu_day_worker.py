@@ -1,4 +1,4 @@
-"""Stands in for the processes of a GPU day in tests: says, and does, what the names of its cases say.
+"""Stands in for the processes of a GPU day in tests: the name of each case says its action.
 
     python gpu_day_worker.py FOLDER
 

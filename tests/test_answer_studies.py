@@ -1,4 +1,4 @@
-"""The studies of answers and of the tiers: their points, their tables, and that pages show what was measured."""
+"""The studies of answers and of the tiers: their points, their tables, and pages with the measured figures."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def points(name: str, **axes: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_pages_show_what_was_measured(name: str):
-    """Fails with the command where they do not. Of what nobody has measured they show nothing."""
+    """Fails with the command that updates the pages. A page shows nothing of a study without measurements."""
     folder = ROOT / "bench" / "results" / name
     tables = study_named(name).tables(read_rows(folder)[0]) if folder.exists() else {}
     for (study, mark), page in PAGES.items():
@@ -90,7 +90,7 @@ def test_tables_of_points_that_failed_are_empty(name: str):
 
 
 def quick_rows(name: str) -> list[dict[str, Any]]:
-    """What the study's quick points say; one that the library refuses has a row that says why."""
+    """Rows of the study's quick points. A point that the library refuses has a row with the reason."""
     study, rows = study_named(name), []
     local = study.local({"model": ["embedded"], **study.QUICK}) if hasattr(study, "local") else {}
     for number, settings in enumerate(points(name, **study.QUICK)):

@@ -1,4 +1,4 @@
-"""`attended`: a step renews the rows that the answer looked at most in the last step, whoever else is in the batch."""
+"""`attended`: a step renews the rows that the answer looked at most in the last step, whatever else is in the batch."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_a_batch_answers_as_its_prompts_alone(family: str, options: dict[str, An
 
 
 def test_it_answers_what_a_frozen_prompt_does_not():
-    """Of lists that are to be sorted: the dual cache gets a fourth of them right, `none` nearly all."""
+    """Lists to sort: the dual cache gets a fourth of them right, `none` nearly all."""
     asked = [tasks.sample("sort", "validation", number) for number in range(24)]
     own = tiered.from_pretrained("embedded", policy="none", device="cpu")
 

@@ -1,4 +1,4 @@
-"""Attention is the same whichever way round its backend lays out what it answers."""
+"""Attention is the same for every layout of its backend's output."""
 
 from collections.abc import Callable
 

@@ -51,7 +51,7 @@ def runtime(make: Callable[..., Runtime]) -> Runtime:
 
 
 class Steps:
-    """Looks on: which sequences took part in each step, and with what logits."""
+    """An inspector: the sequences of each step, and their logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []

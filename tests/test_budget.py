@@ -76,7 +76,7 @@ def test_capacity_error_says_what_is_missing_and_what_to_do():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Things of somebody else, of every kind, under names that a runtime might want."""
+    """Foreign files of every kind, under names that a runtime might want."""
     folder = tmp_path / "theirs"
     (folder / "within").mkdir(parents=True)
     (folder / "größe 大\n").mkdir()
@@ -96,7 +96,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, tuple[object, ...]]:
-    """All that there is to know about `folder` and what is in it."""
+    """Metadata and content of `folder` and of all that is in it."""
     nameless = False
     with contextlib.suppress(AttributeError, OSError):  # elsewhere a new file has a name until it is unlinked
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))

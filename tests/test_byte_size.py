@@ -1,4 +1,4 @@
-"""Byte sizes: what is read, what is refused, what is written."""
+"""Byte sizes are parsed, refused and formatted."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a call books is what torch allocates: never less, and not much more."""
+"""A call books the bytes that torch allocates: never fewer, and not many more."""
 
 import gc
 from collections.abc import Iterable
@@ -165,7 +165,7 @@ def random_model(*, dtype: torch.dtype = torch.float32, vocab_size: int = 2048, 
 
 
 def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **options: Any) -> GenerationOutput:
-    """What `generate` gives, where it has allocated no more than it booked, and `tight` of that at the least."""
+    """The output of `generate`, which has to allocate at most its booked bytes, and at least `tight` of them."""
     gc.collect()
     with Allocations() as allocated:
         out = runtime.generate(ids, **options)
@@ -365,7 +365,7 @@ def host_memory_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **sizes: Any) -> dict[Tier, int]:
-    """What the plan says of a call, the weights left out: the runtimes of these tests do not book them."""
+    """Planned bytes of a call by tier. Weights are left out: the runtimes of these tests do not book them."""
     dtype = str(runtime.dtype).removeprefix("torch.")
     sizes = {"batch": 1, "block_length": 32, **sizes}
     made = CallShape(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)

@@ -151,7 +151,7 @@ def test_loading_takes_the_model_and_one_shard(write_checkpoint: Callable[..., P
 
 
 class Bomb:
-    """Leaves a file behind where it is unpickled."""
+    """Leaves a file behind when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

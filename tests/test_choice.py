@@ -1,4 +1,4 @@
-"""What a call runs under if that is open: the prompt and the budget decide."""
+"""An open policy, or an open refresh: the prompt and the budget decide."""
 
 import json
 import time
@@ -193,7 +193,7 @@ class TestRegimes:
     TIE = 1.1
 
     def ratios(self, policy: Policy, rivals: Collection[str] | None = None) -> dict[tuple[Any, ...], float]:
-        """By point, the seconds of what `policy` means there over the least of `rivals`; None for all policies."""
+        """By point, the seconds of the policy chosen by `policy` over the least of `rivals`, or of all policies."""
         rows, _ = read_rows(RESULTS / "regimes")
         found = {}
         for point, contest in contests(

@@ -161,7 +161,7 @@ def test_what_argparse_answers(arguments: list[str], status: int, text: str, cap
 
 
 class Told:
-    """A plan that says whatever a model may write: colours, a title, C1 codes, a bell, and what is harmless."""
+    """A plan with all that a model may write: colours, a title, C1 codes, a bell, and harmless text."""
 
     def __str__(self) -> str:
         return "\x1b[31mred \x1b]0;title\x07 \x9b2J \x7f\b\rover\r\n\tkept \u200d é"

@@ -99,7 +99,7 @@ def test_each_area_is_clustered_by_k_means(elements: int | None, monkeypatch: py
 
 
 def test_groups_do_not_know_of_each_other():
-    """Sequences with different padding have different shares, in whatever order they come."""
+    """Sequences with different padding have different shares, in any order."""
     hidden, valid = random(5, 60, 8), torch.ones(5, 60, dtype=torch.bool)
     valid[1, :20] = valid[3, :20] = valid[4, :20] = valid[2, 55:] = False
     areas = ((0, 30), (38, 60))

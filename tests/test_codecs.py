@@ -25,7 +25,7 @@ def encoded(codec: Codec, rows: Tensor, centroids: Tensor, standing: int = 0xA5)
 
 
 def rows_of(codec: Codec, buffer: Tensor, out: Tensor, centroids: Tensor, places: Tensor | None = None) -> Tensor:
-    """`out`, with the rows decoded into its `places`; None for the first ones."""
+    """`out`, with the rows decoded into its `places`. If `places` is None, they are its first rows."""
     to = torch.arange(len(NUMBERS)) if places is None else places
     decode(codec, buffer, NUMBERS, out, to, base_of(codec, centroids))
     return out

@@ -94,7 +94,7 @@ def test_the_error_is_that_of_the_format(code: WeightCode, least: float, most: f
 
 @pytest.mark.parametrize("code", WeightCode)
 def test_each_row_is_alone(code: WeightCode):
-    """Whatever else a weight holds, and however many rows are coded at once."""
+    """Other rows of a weight, and the number of rows that are coded at once, change no byte of a row."""
     inner = CHUNK_ELEMENTS // 8 - 5
     weight = random_weight(20, inner)
     coded = CodedRows.of(weight, code)
@@ -135,7 +135,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 
 
 def product_by(implementation: str) -> Callable[[Tensor, CodedRows], Tensor]:
-    """The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter."""
+    """The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter."""
     if implementation == "reference":
         return weight_product_ref.weight_product
     pytest.importorskip("triton")

@@ -151,7 +151,7 @@ def test_ties_go_left(rule: CommitRule):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("confidence", [0.0, math.nan])
 def test_a_step_always_commits(rule: CommitRule, confidence: float):
-    """Whatever the model says: a block that never ended would hang the call."""
+    """A block that never ended would hang the call."""
     rows: list[Row] = [[None, confidence, confidence, confidence, confidence], [confidence] + [None] * 4, [None] * 5]
     fixed = chosen(rule, rows, steps=4)
     assert [bool(columns) for columns in fixed] == [True, True, False]
@@ -305,7 +305,7 @@ def test_a_batch_draws_what_each_sequence_draws_alone(rule: CommitRule):
     rows: list[Row] = [[0.1, 0.2] * 6, [None] * 9 + [0.3, 0.2, 0.1], [0.5, 0.2, 0.4] * 4]
 
     def blocks(seed: int, sequences: list[int]) -> list[dict[int, list[list[int]]]]:
-        """What is fixed in each step of each block, by sequence."""
+        """Columns that each step of each block fixes, by sequence."""
         noise, done = Generators(seed, len(sequences), CPU), []
         state = rule.start(6, noise)
         for block in range(4):

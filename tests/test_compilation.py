@@ -130,8 +130,8 @@ SOURCES["shared_memory"] = SOURCES["shared_memory"].replace("kernel=kernel,", "k
 
 
 def ops() -> list[Path]:
-    """The files of kernels/ that launch a Triton kernel: they import triton, and not all their functions are compiled
-    into somebody else's kernel. Whatever a helper of them all gets wrong shows in the kernels that it is a part of."""
+    """The files of kernels/ that launch a Triton kernel: they import triton or `launch`, and some function of theirs is
+    not `triton.jit`. An error in another file's function shows in the kernels that use it."""
     return [path for path in sorted(KERNELS.glob("*.py")) if not path.stem.endswith("_ref") and is_op(parsed(path))]
 
 
@@ -161,8 +161,8 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def compile_ahead(paths: list[Path], cache: Path, *, architecture: int = 90, every: bool = False) -> dict:
-    """What failed of the compilations that the modules at `paths` list, by name, and how many did not: `every` one of
-    them, or the first of each kernel."""
+    """Errors of failed compilations by name, and the number of the others. The modules at `paths` list them. Unless
+    `every` is set, the first one of each kernel is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = [str(TESTS / "compilations"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
@@ -205,7 +205,7 @@ def test_an_op_is_told_from_its_parts(source: str, expected: bool):
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Of all kernels and of what cannot be compiled, in one process."""
+    """Of all kernels and of sources that cannot be compiled, in one process."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("refused")
     for name, source in SOURCES.items():

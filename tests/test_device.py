@@ -1,4 +1,4 @@
-"""What a CUDA device is made ready by, on faked ones."""
+"""How a CUDA device is made ready, on faked devices."""
 
 import contextlib
 import threading
@@ -38,7 +38,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
 
 
 def test_no_call_gets_cudnns_attention_in_whatever_order_calls_end(cudnn: Callable[[], bool]):
-    """torch has one switch for all threads: who puts it back does so in the middle of somebody else's call."""
+    """torch has one switch for all threads, so a call that restored it would change other calls that still run."""
     with computing_on(CPU):
         assert cudnn()
     calls = [computing_on(CUDA) for _ in range(3)]

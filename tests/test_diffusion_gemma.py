@@ -1,5 +1,4 @@
-"""What official code answers on DiffusionGemma: logits around its window, and canvases by recorded draws. And what is
-kept of a context."""
+"""DiffusionGemma against official code: logits around its window, canvases by recorded draws, and rows of a context."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -138,7 +138,7 @@ class Oracle:
         self.gap = math.inf  # smallest distance between the last row that was chosen and the first that was not
 
     def step(self, ids: Tensor, block: tuple[int, int], begins: bool) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
-        """Logits of the block's rows, and the chosen columns by layer and half, where the answer is not due."""
+        """Logits of the block's rows, and the chosen columns by layer and half, unless the answer is due."""
         policy, clock = self.policy, self.clocks[0]
         logits, chosen = self.half(ids, 0, block)
         if not self.scale:
@@ -203,7 +203,7 @@ class Oracle:
         return torch.tensor(order[:count]) + self.prompt
 
     def kept(self, cache: dict, key: tuple[int, str], branch: Tensor, rows: list[int]) -> Tensor:
-        """The cached branches, `rows` of them new. Those of prompt rows that are not renewed are of no use."""
+        """The cached branches, `rows` of them new. No step needs those of prompt rows that are not renewed."""
         cache.setdefault(key, torch.zeros_like(branch))[rows] = branch[rows]
         return cache[key]
 

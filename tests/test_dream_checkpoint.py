@@ -1,4 +1,5 @@
-"""Dream from a checkpoint: every layout and dtype, a tied head, the biases, and what config.json may not say."""
+"""Dream from a checkpoint: every layout and dtype, a tied head, the biases, and values that config.json must not
+have."""
 
 import json
 from collections.abc import Callable, Mapping

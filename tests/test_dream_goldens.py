@@ -1,4 +1,4 @@
-"""What official code answers on Dream: logits, `diffusion_generate`, and the caches of three groups of authors."""
+"""Dream against official code: logits, `diffusion_generate`, and the caches of three groups of authors."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The drift of centroids against its definition in float64, over several updates, and what a reference keeps."""
+"""The drift of centroids against its definition in float64, over several updates, and the rows that a reference
+keeps."""
 
 import importlib
 from collections.abc import Callable
@@ -25,9 +26,9 @@ HERE = slice(0, BLOCK.count)
 
 @dataclass
 class World:
-    """What a layer stores at the last update and now. Keys and queries lie on a grid, so that scores are exact in
-    float32, unless `rounded`. The first element of a query is 1: a rise of that of a key moves all its scores alike.
-    `output`: drift is that of the output."""
+    """A layer's keys and values at the last update and now. Keys and queries lie on a grid, so that scores are exact in
+    float32, unless `rounded`. The first element of a query is 1, so a rise of a key's first element moves all its
+    scores alike. `output`: drift is that of the output."""
 
     seed: int
     batch: int = 2
@@ -90,14 +91,13 @@ class World:
         self.remember()
 
     def remember(self) -> None:
-        """What is stored now is that of the last update."""
+        """Take the present keys and values as those of the last update."""
         self.last = self.keys.clone(), self.values.clone()
         self.written = torch.zeros(self.batch, self.length, dtype=torch.bool, device=self.device)
         self.written[:, 18:24] = True  # every step writes the block
 
     def rows(self, most: int) -> Rows:
-        """Up to `most` columns of each sequence that are not the block's, pads among them; and filler, which is any
-        column."""
+        """Up to `most` columns of each sequence outside the block, pads among them. A filler row has any column."""
         outside = torch.tensor([column for column in range(self.length) if not 18 <= column < 24])
         index = torch.stack(
             [outside[torch.randperm(len(outside), generator=self.generator)[:most]] for _ in range(self.batch)]
@@ -243,7 +243,7 @@ def test_keys_of_16_bits(dtype: torch.dtype, output: bool):
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device that the kernels run on: a GPU where there is one, else the interpreter."""
+    """The device that the kernels run on: a GPU if there is one, else the interpreter."""
     pytest.importorskip("triton")
 
     def kernel(reference: Callable[..., Any], _: torch.device) -> Callable[..., Any]:
@@ -289,7 +289,7 @@ def test_weights_do_not_see_values():
 
 
 def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
-    """Unless what a centroid attends to has changed nearly whole, which it says."""
+    """If nearly all that a centroid attends to has changed, its drift is NaN."""
     world = World(9, scale=0.25)
     rows, reference = world.rows(12), world.reference
     assert rows.valid is not None
@@ -328,7 +328,7 @@ def test_sequences_that_do_not_update_stay_as_they_are():
 
 @pytest.mark.parametrize("output", [False, True])
 def test_pads_and_filler_do_not_matter(output: bool):
-    """What is stored there are no numbers, and as many as elsewhere."""
+    """Keys and values of pads are NaN, and filler rows have the columns of pads."""
     world = World(8, output=output)
     rows = world.rows(30)
     assert world.key_mask is not None and rows.valid is not None

@@ -1,4 +1,4 @@
-"""Elastic-Cache against the paper's algorithm written out with full attention maps, and what a batch may not change."""
+"""Elastic-Cache against the paper's algorithm written out with full attention maps; a batch changes no sequence."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

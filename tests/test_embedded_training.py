@@ -1,4 +1,4 @@
-"""Training of the embedded model: what a batch asks for, that losses fall, that a run goes on, that an export loads."""
+"""Training of the embedded model: batches, losses that fall, runs that go on, and exports that load."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Errors that callers catch: they travel whole between processes, and one about room says how much would do."""
+"""Errors that callers catch: they pass whole between processes, and an error about room names a size that is enough."""
 
 import copy
 import multiprocessing
@@ -81,7 +81,7 @@ Ledger(MemoryBudget(device={cap})).allocate({{Account.WEIGHTS: 2}})
 
 
 def test_out_of_a_process():
-    """What a pool's process refuses reaches whoever waits, and the pool goes on."""
+    """An error in a pool's process reaches the caller, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(TierCapacityError, match='a budget of "2B" or more') as caught:
             pool.submit(exec, ALLOCATE.format(cap=1)).result(60)

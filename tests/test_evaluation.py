@@ -1,4 +1,4 @@
-"""The harness's model: answers are those of `generate`, whatever is batched with what, and as a request asks for."""
+"""The harness's model: answers are those of `generate` in any batch, under the options of each request."""
 
 import io
 import itertools
@@ -66,7 +66,7 @@ def chats(lm: TieredLM) -> list[str]:
 
 
 def direct(runtime: Runtime, prompt: str, **options: Any) -> str:
-    """What a user gets from `generate` for one message."""
+    """The text that `generate` gives for one message."""
     given = {"max_new_tokens": 32, "confidence_threshold": 0.5, **options}
     out = runtime.generate([{"role": "user", "content": prompt}], **given)
     assert out.text is not None

@@ -25,8 +25,8 @@ def runtime(request: pytest.FixtureRequest, write_checkpoint) -> Runtime:
 
 
 def any_order(runtime: Runtime, prefix: list[int], target: list[int], cfg_scale: float = 0.0) -> float:
-    """The mean over all orders of Σ log p(token | prefix, tokens before it in the order), one forward a term: what the
-    bound is equal to (RADD, arXiv 2406.03736)."""
+    """The mean over all orders of Σ log p(token | prefix, tokens before it in the order), one forward a term. The bound
+    equals it (RADD, arXiv 2406.03736)."""
     mask, shift = runtime.model.mask_token_id, runtime.model.shape.prediction_shift
     total = 0.0
     for order in permutations(range(len(target))):

@@ -1,4 +1,4 @@
-"""What experts answer: by the reference and by the Triton kernel, row by row and however the experts are split."""
+"""Outputs of experts, by the reference and by the Triton kernel, row by row and for every split of the experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Calls on a CUDA device that is not there (`fake_cuda`): they answer as on the CPU, no operation mixes devices, the
-books cover every byte that lives there, and the host waits no more often than it has to."""
+"""Calls on a fake CUDA device (`fake_cuda`) answer as on the CPU. No operation mixes devices, the books cover every
+byte on the device, and the host waits no more often than it has to."""
 
 import gc
 import time
@@ -76,8 +76,8 @@ WAITS: dict[str, tuple[float, float]] = {
 
 
 class Case(NamedTuple):
-    """A way to answer: what keys, values and weights are kept in, and whether the device has the least that a call runs
-    under; in one batch, or each prompt for itself by a scheduler."""
+    """`kv`, `weights`: their codes. `streamed`: the device has the least that a call runs under. `served`: a scheduler
+    runs each prompt by itself, instead of one batch."""
 
     policy: str
     kv: str = "raw"
@@ -149,7 +149,7 @@ def asked(runtime: Runtime, case: Case) -> list[PreparedCall]:
 
 
 def least(runtime: Runtime, case: Case) -> MemoryBudget:
-    """What the device needs for the call, or for two of those that are served."""
+    """Device memory for the largest of the calls."""
     needed = 0
     for call in asked(runtime, case):
         sizes = replace(call.sizes, gpu=gpu_of(DEVICE))
@@ -259,7 +259,7 @@ OF_HOST = torch.ones(4)
     ],
 )
 def test_the_device_sees(run: Callable[[Tensor], object], waits: list[str] | None, device: FakeCuda):
-    """What the host waits for; None: devices are mixed."""
+    """`waits`: the waits of the host. It is None if `run` mixes devices."""
     there = torch.ones(4, device=DEVICE)
     mixed = pytest.raises(RuntimeError, match=r"same device|cannot be accessed")
     with mixed if waits is None else nullcontext():

@@ -1,7 +1,5 @@
-"""`bench/gpu_day.py` as a user runs it: its file, its time, and what becomes of parts that crash, hang or are wrong.
-
-A quick worker stands in for the processes that measure, but for the last tests.
-"""
+"""`bench/gpu_day.py` as a user runs it: its file, its time, and parts that crash, hang or are wrong. A quick worker
+stands in for the processes that measure, except in the last tests."""
 
 import errno
 import importlib
@@ -45,7 +43,7 @@ def processes(tmp_path: Path) -> Iterator[Path]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Processes of `folder` that have not ended; one that nobody has asked about yet has."""
+    """Processes of `folder` that run. A zombie does not."""
 
     def runs(process: str) -> bool:
         try:
@@ -64,7 +62,7 @@ def worker(processes: Path) -> str:
 
 @pytest.fixture
 def run(worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """A rehearsal of these cases with further arguments: exit status, last line, output, what the file holds."""
+    """A rehearsal of these cases with further arguments: exit status, last line, output, content of the file."""
     monkeypatch.setattr(runner, "SHORTEST", 0.05)
 
     def once(plan: Plan, *arguments: str, out: Path = tmp_path / "out") -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""The exactness part of a GPU day: its laws hold on a CPU, and whoever breaks one is found, with where it began."""
+"""The exactness part of a GPU day: its laws hold on a CPU, and a broken law is found with its first difference."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The kernel parts of a GPU day: kernels that are right pass at a tiny size, whatever is wrong with one is found."""
+"""The kernel parts of a GPU day: right kernels pass at a tiny size, and an error in a kernel is found."""
 
 import importlib
 import inspect
@@ -131,7 +131,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def broken(kernel: str, monkeypatch: pytest.MonkeyPatch, defect: Callable[[list[Tensor], list[Tensor]], None]) -> None:
-    """Have `kernel` do `defect` to what it has written; what it makes itself has held the poison before."""
+    """Have `kernel` do `defect` to its results. New memory for results held the poison before."""
     module = importlib.import_module(f"tiered.kernels.{kernel}")
     right = getattr(module, kernel)
 
@@ -234,7 +234,7 @@ def rows_case(change: Callable[[Tensor], Tensor], law: bool = False) -> Any:
 
 @pytest.mark.parametrize(("wrong", "found"), [(0, False), (1, True)])
 def test_one_row_of_many_is_found(wrong: int, found: bool):
-    """Of a thousand rows one is off by a tenth: of all of them that is less than the bound."""
+    """One row of a thousand is off by a tenth, which is less than the bound on all of them."""
 
     def change(rows: Tensor) -> Tensor:
         rows[7] *= 1 + wrong / 10

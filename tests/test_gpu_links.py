@@ -38,7 +38,7 @@ def setting(module: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_cached(module: Callable[[str], ModuleType]) -> Iterator[None]:
-    """What a part keeps for its next case is another test's no longer."""
+    """Clears the caches of each part after a test."""
     yield
     for name, keepers in {
         "copies": ("_host_memory", "_device_memory"),

@@ -1,4 +1,4 @@
-"""What is read out of a profiler's trace, on a sample written by hand in Kineto's format and on one of the CPU."""
+"""Figures of a profiler's trace: of a sample written by hand in Kineto's format, and of a trace on the CPU."""
 
 import gzip
 import importlib
@@ -30,7 +30,7 @@ def part(name: str) -> Any:
 
 
 class Sample:
-    """Events as Kineto writes them: what the host called, what the device did, and the arrows from one to the other."""
+    """Events as Kineto writes them: calls of the host, work of the device, and arrows from one to the other."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = [
@@ -173,7 +173,7 @@ def test_kernels_with_most_time():
 
 
 def test_calls_of_a_thread_with_another_name_count_all():
-    """Kineto knows threads by their number only where they have told it."""
+    """Calls may have another number than the thread that steps. Then the calls of all threads count."""
     made = sample()
     for event in made.events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):

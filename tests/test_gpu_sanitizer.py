@@ -1,4 +1,4 @@
-"""`compute-sanitizer` as a part of a GPU day: what it and the program under it say becomes the right row."""
+"""`compute-sanitizer` as a part of a GPU day: the output of the tool and of its program becomes the right row."""
 
 import importlib
 import itertools
@@ -76,7 +76,7 @@ def setting(device: str = "cpu") -> Any:
 
 
 class Fake:
-    """A tool on the PATH and a program, which say what a test wants."""
+    """A tool on the PATH and a program, with output that a test sets."""
 
     def __init__(self, part: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._part, self._monkeypatch, self._folder = part, monkeypatch, folder

@@ -1,4 +1,4 @@
-"""What a GPU day says of LLaDA-8B's shape: rows, floors and books, with the model at its tiny size on the CPU."""
+"""Rows, floors and books of the part of a GPU day at LLaDA-8B's shape, with the model at its tiny size on the CPU."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ def steps(part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets the allocator of the device tell such a peak."""
+    """Sets the peak of the device's allocator."""
     return lambda nbytes: monkeypatch.setattr(tiered.runtime, "allocator_peak", lambda device: nbytes)
 
 

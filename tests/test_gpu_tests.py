@@ -1,4 +1,4 @@
-"""The tests marked `gpu` as a part of a GPU day: every outcome is told, whatever a test does to its process."""
+"""The tests marked `gpu` as a part of a GPU day: it reports every outcome, whatever a test does to its process."""
 
 import importlib
 import json

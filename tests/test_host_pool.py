@@ -1,4 +1,4 @@
-"""Host memory that one call after another uses: what it holds, what it gives up, and what comes back from a call."""
+"""Host memory that one call after another uses: its bytes, the room that it gives up, and its return after a call."""
 
 import threading
 from collections.abc import Mapping
@@ -263,8 +263,8 @@ class Stubborn(SimulatedThreads):
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch: pytest.MonkeyPatch):
-    """The next holder's first write waits for nothing: so whoever gives memory back does, though the transport should
-    fail, or someone lose patience."""
+    """The first write into returned memory waits for nothing, so memory returns after its last copy. That holds if the
+    transport fails, or an interrupt comes."""
     ledger, transport, done = Ledger(), Stubborn(), list[bool]()
     pool, back = HostPool(ledger, CPU), HostPool._back
     tiers = Tiers(ledger, device=CPU, transport=transport, pool=pool)

@@ -1,4 +1,4 @@
-"""Waits of the host for the device: which are counted, for which line, and that nothing is left changed."""
+"""Waits of the host for the device are counted by line, and nothing is left changed."""
 
 import inspect
 import threading
@@ -35,7 +35,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def flagged() -> None:
-    """What torch does in C++: the warning is of the line of Python that called it."""
+    """torch's warning in C++ is of the line of Python that called it, like this one."""
     warnings.warn(WARNING, UserWarning, stacklevel=1)
 
 

@@ -1,4 +1,4 @@
-"""What callers pass, as prompts: text through the tokenizer, ids with padding on any side."""
+"""Prompts as callers pass them: text through the tokenizer, ids with padding on any side."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Coded keys and values: what is kept is the same wherever it is, less moves, and answers hang on the codec alone."""
+"""Coded keys and values: they are the same in every tier, fewer bytes move, and answers depend on the codec alone."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ def test_other_codecs_are_refused_by_name(kv: str, message: str):
 
 
 def test_every_policy_refreshed_at_every_step_answers_as_without_a_cache():
-    """Whatever the codec makes of keys and values, it makes of all of them."""
+    """The codec changes all keys and values alike."""
     prompt = "sort: Nora Ben Ivan Cleo"
     none = tiered.from_pretrained("embedded", policy="none", device="cpu", kv="fp8").generate(prompt, **CALL)
     for name, options in (

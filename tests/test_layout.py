@@ -1,4 +1,4 @@
-"""The folders, the names they install under, and the page that says what each holds."""
+"""The folders, their names when installed, and the page about their contents."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ OF_KERNELS = "from transformers.integrations.hub_kernels import use_kernel_forwa
 
 
 def python(code: str, folder: Path, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter that runs in `folder`."""
+    """Output of `code` in a fresh interpreter that runs in `folder`."""
     environment = {**os.environ, **environment}
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)

@@ -17,7 +17,7 @@ CAPS = st.none() | st.integers(0, 150)
 
 
 class Left(Counter[Account]):
-    """Accounts after bytes left: as high as before if none did, but no peak worth telling."""
+    """Accounts after bytes left: as high as before if none did, but never a peak."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -192,7 +192,7 @@ def test_a_peak_above_the_cap_is_found():
 
 
 class Holding:
-    """Has booked bytes in pieces that nobody uses."""
+    """Has booked bytes in pieces that are not in use."""
 
     def __init__(self, ledger: Ledger, pieces: list[int]) -> None:
         self.ledger, self.pieces = ledger, pieces

@@ -1,4 +1,4 @@
-"""Logits in tiles: proposals are those from whole logits, whatever the tiles' size."""
+"""Logits in tiles: proposals are those from whole logits, for every size of tiles."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""bench/measure.py as a user runs it: what it measures, keeps, refuses and goes on with. A quick worker stands in."""
+"""bench/measure.py as a user runs it: points that it measures, keeps, refuses and resumes. A quick worker stands in."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ SMALL = ["--clusters", "4,8", "--top-m", "2", "--update-threshold", "0,1", "--ex
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Runs a small sweep into a folder with further arguments; `begun`: what was measured by this run alone."""
+    """Runs a small sweep into a folder with further arguments; `begun`: points that this run alone measured."""
     log = tmp_path / "log"
 
     def once(*arguments: str) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def worker(log: Path) -> str:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Without what differs from run to run."""
+    """Without columns that differ from run to run."""
     return [{name: value for name, value in row.items() if name != "took_s"} for row in read_rows(folder)[0]]
 
 
@@ -172,7 +172,7 @@ def test_what_the_library_refuses_is_a_row_and_no_failure(run, tmp_path: Path):
 
 
 def group(batches: list[int], tmp_path: Path, **options: Any) -> list[Ended]:
-    """What one process gives for points of these batches, and the one after it."""
+    """Outcomes of points of these batches, from one process and the one after it."""
     jobs = [
         Job(Point(study="sweep", settings={"policy": "none", "batch": batch, "tasks": [["sort", None, 2]]}))
         for batch in batches

@@ -1,4 +1,4 @@
-"""Who belongs to which cluster: the host's books against plain Python."""
+"""Members of clusters: the host's books against plain Python."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a router picks, that a row depends on no other, and checkpoints that do not fit."""
+"""Mixtures of experts: picks of a router, rows that depend on no other, and checkpoints that do not fit."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def by_hand(router: Router, logits: Tensor, bias: Tensor | None) -> dict[int, float]:
-    """What each expert of one row counts, by the words of the papers."""
+    """The weight of each picked expert of one row, by the words of the papers."""
     scores = (logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()).tolist()
     ranked = scores if bias is None else [score + added for score, added in zip(scores, bias.tolist(), strict=True)]
     each = len(scores) // router.groups

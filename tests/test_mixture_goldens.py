@@ -1,4 +1,4 @@
-"""What official code answers on mixtures of experts: histories. Logits and picked experts: test_answer_studies.py."""
+"""Mixtures of experts against official code: histories. Logits and picked experts: test_answer_studies.py."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each family reads out of config.json: sizes, the table of weights, and what it refuses."""
+"""config.json in each family: sizes, the table of weights, and values that are refused."""
 
 import json
 import math
@@ -75,7 +75,7 @@ CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD, "sdar": SDAR}
 
 
 def read(config: Mapping[str, Any], **changes: Any) -> ModelConfig:
-    """What is read of `config` with other values; `...` takes a key out."""
+    """The config read of `config` with other values; `...` takes a key out."""
     changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
     return family_of(changed).read(changed)
 

@@ -1,4 +1,4 @@
-"""The table of docs/models.md says what the code counts, in the codecs that have a column there."""
+"""The table of docs/models.md has the numbers that the code counts, in the codecs that have a column there."""
 
 from pathlib import Path
 

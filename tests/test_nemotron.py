@@ -1,5 +1,5 @@
-"""Nemotron-Labs against transformers' Ministral 3 with a mask of its own: a causal context, and a block that sees
-itself; logits, and every step of an answer."""
+"""Nemotron-Labs against transformers' Ministral 3 with a mask of its own. A context is causal, and a block sees itself:
+logits, and every step of an answer."""
 
 from typing import Any
 

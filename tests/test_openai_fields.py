@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's endpoints may say: read under our names, or refused by theirs."""
+"""Bodies of OpenAI's endpoints: fields are read under our names, or refused under their own."""
 
 from collections.abc import Mapping
 from typing import Any

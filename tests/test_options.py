@@ -1,4 +1,4 @@
-"""Options of `generate`: defaults, what official scripts paste, and how settings come together."""
+"""Options of `generate`: defaults, lines pasted from official scripts, and combinations."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
-"""The peers study: which implementations meet, what their rows say, and how official code is reached and refused.
-
-Stand-ins with the functions that official checkouts have are written here; none of their code is.
-"""
+"""The peers study: its implementations, its rows, and the way to official code. Stand-ins with the functions of
+official checkouts are written here; none of their code is."""
 
 import json
 import subprocess

@@ -324,7 +324,7 @@ def test_a_refused_chunk_leaves_the_earlier_ones(cudart: FakeCudart):
 
 
 def in_a_child(check: Callable[[], bool]) -> bool:
-    """What `check` answers in a fork of this process."""
+    """Whether `check` holds in a fork of this process."""
     child = os.fork()
     if not child:
         answer = False

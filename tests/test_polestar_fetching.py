@@ -194,7 +194,7 @@ def test_two_calls_in_turn_are_two_first_calls(model: Any, few_slots: None, refr
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What forwards were asked to read."""
+    """Tokens that each forward reads."""
     read, logits = [], Forward.logits
 
     def noted(self: Forward, pass_: Pass) -> Tensor:

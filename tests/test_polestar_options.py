@@ -1,4 +1,4 @@
-"""Options of Polestar: what each may be, what a bad one is answered, and what the mechanism is told."""
+"""Options of Polestar: allowed values, errors of bad ones, and the options of the mechanism."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,5 @@
-"""The policy contract holds for policies that the library does not have yet: scattered and ragged rows, rows that
-differ from layer to layer, delayed caching, and rows recomputed from stored hidden states."""
+"""The policy contract holds for policies that the library does not have yet. Rows are scattered, ragged or different
+from layer to layer, caching is delayed, and rows are recomputed from stored hidden states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The study `policy_cost`: which passes it times, and what it makes of the times."""
+"""The study `policy_cost`: its timed passes, and the figures of their times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ SETTINGS = COMMON | {"model": "random", "width": 64, "layers": 3, "positions": 6
 
 @pytest.mark.parametrize("policy", study.AXES["policy"])
 def test_what_is_timed_is_the_policy_itself(policy: str):
-    """Kinds and rows of the passes are those of a call that nobody watches."""
+    """Kinds and rows of the passes are those of a call that is not timed."""
     runtime, prompt, variant = loaded(SETTINGS, {}, 64), prompts(SETTINGS, 40), variant_named(policy)
     call = variant.call(answer=24, block=8)
     plain = runtime.with_policy(variant.make()).generate(prompt, stop_at_eos=False, **call)

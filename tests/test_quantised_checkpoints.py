@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: a weight comes as the values that its writer means, or is refused by name."""
+"""Checkpoints that are quantised already: a weight has the values that its writer means, or is refused by name."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""bench/measure.py regimes: which points the star has, what one call says, and who the tables say wins."""
+"""bench/measure.py regimes: the points of the star, the row of one call, and the winners in the tables."""
 
 from typing import Any
 

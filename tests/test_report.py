@@ -1,4 +1,4 @@
-"""bench/report.py: rows in, pictures, gaps and what has no figures out; and its page in a browser."""
+"""bench/report.py: pictures of rows, gaps of missing ones, and its page in a browser."""
 
 import importlib
 import json

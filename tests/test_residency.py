@@ -1,4 +1,4 @@
-"""Records in residency: what is used, what sets out ahead, what goes through to homes, and what fails."""
+"""Records in residency: use, copies ahead, writes through to homes, and failures."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -115,7 +115,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.released)
     @rule(data=st.data())
     def release_again(self, data: st.DataObject) -> None:
-        """Also where somebody else holds the slot by now."""
+        """Also if the slot has another holder by now."""
         slot = data.draw(st.sampled_from(self.released))
         with pytest.raises(ValueError, match=f"slot {slot.index} .* released before"):
             slot.release()
@@ -158,7 +158,7 @@ def test_a_slot_rests_while_others_are_free():
 
 
 def test_a_reader_that_came_after_the_release_is_waited_for():
-    """It is a mistake to tell the fence late, but not one that corrupts as long as nobody else holds the slot."""
+    """A late reader of the fence is a mistake, but corrupts nothing until the slot has another holder."""
     ring, read = ring_of(1), Switch()
     slot = acquired(ring)
     slot.release()
@@ -215,7 +215,7 @@ def test_integrity_sees():
 
 
 class Ending(Switch):
-    """Ends when someone waits for it."""
+    """Ends when something waits for it."""
 
     def synchronize(self) -> None:
         self.over = True

@@ -1,4 +1,4 @@
-"""Promises of the runtime: early stop, budget, interruption, repetition, and what the output object says."""
+"""Promises of the runtime: early stop, budget, interruption, repetition, and fields of the output."""
 
 import copy
 import gc

@@ -223,7 +223,7 @@ CUTS: dict[str, dict[str, Any]] = {
 def cut_distribution(
     logits: list[float], *, temperature: float = 0.0, top_p: float | None = None, top_k: int | None = None
 ) -> list[float]:
-    """Probabilities of what is left by temperature, top_p and top_k, where no two logits are the same."""
+    """Probabilities that temperature, top_p and top_k leave, if no two logits are the same."""
     scaled = [logit / temperature if temperature else logit for logit in logits]
     weights = [math.exp(logit - max(scaled)) for logit in scaled]
     falling = sorted(range(len(weights)), key=lambda token: -weights[token])

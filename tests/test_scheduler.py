@@ -1,4 +1,4 @@
-"""Continuous batching: whoever shares its batch, a request is answered as it would be alone; budget, turns and ends."""
+"""Continuous batching: in any batch, a request is answered as it would be alone; budget, turns and ends."""
 
 import random
 import threading
@@ -90,7 +90,7 @@ def runtime_of(family: str, policy: str, options: Mapping[str, Any]) -> Runtime:
 
 
 def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
-    """What a request asks for, at random."""
+    """Arguments of a request, at random."""
     noise, blocks = runtime.model.shape.noise, runtime.model.shape.block_causal
     uniform, of_noise = noise == "uniform", {"uniform": UNIFORM, "random": RANDOM}
     options = dict(generator.choice(of_noise.get(noise, BLOCKS if blocks else MASKS)))
@@ -144,7 +144,7 @@ def test_two_hundred_requests_are_each_answered_as_alone(
 
 
 class Heard:
-    """A streamer that keeps what it is told, and counts forwards."""
+    """A streamer that keeps its tokens and counts forwards."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Records in the scratch file: what comes back, what is found damaged, how it grows, and whose it is."""
+"""Records in the scratch file: their bytes, damage, growth, and the process that owns the file."""
 
 import errno
 import os
@@ -20,18 +20,15 @@ SLOT = 4 * 4096
 
 
 def payload(nbytes: int, seed: int = 0) -> Tensor:
-    """Random bytes."""
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def out(nbytes: int) -> Tensor:
-    """Where a record is read to."""
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[ScratchFile]:
-    """A scratch file."""
     file = ScratchFile(tmp_path, SLOT)
     yield file
     file.close()

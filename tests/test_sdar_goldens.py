@@ -1,4 +1,4 @@
-"""What official code answers on SDAR: logits of three block lengths, and histories of every strategy."""
+"""SDAR against official code: logits of three block lengths, and histories of every strategy."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The study of selectors: what an update renews, exact limits, the oracle beside chance, and the figures of a run."""
+"""The study of selectors: rows that an update renews, exact limits, the oracle beside chance, and a run's figures."""
 
 import itertools
 from collections.abc import Mapping

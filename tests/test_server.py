@@ -1,5 +1,5 @@
-"""The server over loopback: OpenAI's client and curl get what the runtime answers; what is wrong is told in OpenAI's
-shape, and whatever comes, nothing is left behind and the next answer is right."""
+"""The server over loopback: OpenAI's client and curl get the runtime's answers, and errors have OpenAI's shape. After
+any request nothing is left behind, and the next answer is right."""
 
 import json
 import os
@@ -468,7 +468,7 @@ def test_the_harness_scores_through_it_as_the_tasks_do(
 
 
 def test_what_was_answered_once_is_answered_again_under_any_budget(tmp_path: Path):
-    """Four requests in a row, and a call of the library behind them: what a request leaves stands in no other's way."""
+    """Four requests in a row, and then a call of the library: memory that a request leaves fails no later one."""
     prompt = "sort: " + "Ada Ben Cleo Eva Gus Hana Ivan Nora Leo Mia " * 6
     draw, statuses = random.Random(1), set()
     options: dict[str, Any] = {"max_tokens": 32, "block_length": 8, "seed": 3}

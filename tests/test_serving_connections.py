@@ -1,4 +1,4 @@
-"""Connections of the server: those without a request shut no client out, and its end cuts no answer."""
+"""Connections of the server: one without a request blocks no other, and the server's end cuts no answer."""
 
 import json
 import logging

@@ -1,5 +1,4 @@
-"""The page of the server in a browser: a prompt is answered, canvas and tiers are shown, and nobody else is asked for
-anything."""
+"""The page of the server in a browser: a prompt is answered, canvas and tiers are shown, and no other host is asked."""
 
 import asyncio
 import json
@@ -42,7 +41,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def devtools(tmp_path: Path) -> Iterator[str]:
-    """Where a browser can be told what to do."""
+    """Host and port of a browser's DevTools."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         if os.environ.get("TIERED_REQUIRE_BROWSER"):
@@ -59,7 +58,7 @@ def devtools(tmp_path: Path) -> Iterator[str]:
 
 
 async def shown(devtools: str, url: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What a page shows in the end, what it asked for, and what went wrong on it."""
+    """The page's last values, the URLs that it asked for, and its errors."""
     asked: list[str] = []
     wrong: list[str] = []
     async with aiohttp.ClientSession() as session:

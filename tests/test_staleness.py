@@ -1,4 +1,5 @@
-"""Staleness of caches: against a brute-force oracle, and what must be 0; measuring changes nothing and is booked."""
+"""Staleness of caches: against a brute-force oracle, and numbers that must be 0; measuring changes nothing and is
+booked."""
 
 import gc
 import itertools

@@ -60,8 +60,8 @@ def area(column: int, prompt: int, block: int) -> int:
 
 @dataclass
 class Uncached:
-    """One sequence without padding: keys and values [features, layers, heads, length, elements], and the attention
-    weights of the rows from `start` on over columns and then sinks, [layers, heads, rows, keys]."""
+    """One sequence without padding. `stored`: keys and values [features, layers, heads, length, elements]. `weights`:
+    attention of the rows from `start` on over columns and then sinks [layers, heads, rows, keys]."""
 
     stored: Tensor
     weights: Tensor

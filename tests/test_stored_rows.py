@@ -1,4 +1,4 @@
-"""Stored rows: what is read is what was stored last, bit for bit, in every codec, on the host and on the device."""
+"""Stored rows: a read gives the bits of the last store, in every codec, on the host and on the device."""
 
 from collections.abc import Iterator
 from itertools import product

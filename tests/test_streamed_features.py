@@ -1,4 +1,4 @@
-"""Tiers for every policy: with a device that does not hold what a policy keeps, the answers are the same to the bit."""
+"""Tiers for every policy: if the device does not hold all that a policy keeps, the answers are the same to the bit."""
 
 import random
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
-    """What a policy answers in a call with all on the device."""
+    """The output of a policy in a call with all on the device."""
     return cache(lambda name, call: run(model, policy_of(name), **CALLS[call]))
 
 
@@ -128,7 +128,7 @@ Unlimited = Callable[[str, str], GenerationOutput]
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", STREAMABLE)
 def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, name: str, call: str):
-    """Nor does a host tier that has just what is needed."""
+    """Nor does a host tier of the least size."""
     policy, options = policy_of(name), CALLS[call]
     least, resident = least_and_resident(model, policy, call)
     moved, streamed = [], []

@@ -1,4 +1,4 @@
-"""Law 2 for features: a store of which layers are streamed holds what a resident one does, to the bit."""
+"""Law 2 for features: a store with streamed layers holds the rows of a resident one, to the bit."""
 
 import random
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:
 
 
 def same(resident: Tensor, streamed: Tensor) -> bool:
-    """Where something has been written: what never was is NaN in the one, and anything in the other."""
+    """Whether written numbers agree. A number that was never written is NaN in `resident`."""
     assert resident.shape == streamed.shape and resident.stride() == streamed.stride()
     return bool(((resident == streamed) | resident.isnan()).all())
 

@@ -1,4 +1,4 @@
-"""Streamers: what they are told and when, and transformers' own on the embedded model."""
+"""Streamers: their calls in order, and transformers' own streamers on the embedded model."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 4}
 
 
 class Plain:
-    """Keeps every call, with a copy of what came."""
+    """Keeps every call, with a copy of its tokens."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Tensor | None]] = []
@@ -95,7 +95,7 @@ def embedded() -> Runtime:
 
 
 def printed(embedded: Runtime, capsys: pytest.CaptureFixture[str], make: Any, **options: Any) -> tuple[str, Any]:
-    """What a streamer writes to the terminal, and the output of the call."""
+    """The text that a streamer writes to the terminal, and the output of the call."""
     streamer = make(embedded.tokenizer, **options)
     out = embedded.generate(CHAT, max_new_tokens=16, block_length=8, streamer=streamer)
     return capsys.readouterr().out, out

@@ -1,4 +1,4 @@
-"""What threads alone do: compute beside the caller, modes of torch, and the end of the interpreter."""
+"""Threads as a transport: compute beside the caller, modes of torch, and the end of the interpreter."""
 
 import subprocess
 import sys
@@ -117,7 +117,7 @@ def test_inference_tensors_can_be_copied(transport: ThreadTransport):
 
 
 def test_an_end_is_final():
-    """A thread that is hit between a job's end and the next job fails what it still has, the ended job among it."""
+    """A thread that is interrupted between two jobs fails all of its jobs, the ended one among them."""
     ended, failed = HostEvent(Lane.FETCH, 4), HostEvent(Lane.FETCH, 4)
     ended.end(4)
     failed.fail("first", OSError())
@@ -172,7 +172,7 @@ def test_many_callers(transport: ThreadTransport):
 
 
 def test_the_interpreter_ends_where_nobody_closes():
-    """What was handed over is finished first; no thread keeps the process alive, and none is killed at its work."""
+    """Jobs that were handed over end first. No thread keeps the process alive, and none is killed at its work."""
     script = """
         import time, torch
         from tiered.offload.thread_transport import ThreadTransport

@@ -16,7 +16,7 @@ RANDOM = {"model": ["random"], "width": [64], "layers": [1], "answer": [8], "blo
 
 
 def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """What is measured, as a table has it."""
+    """Measured rows, as a table has them."""
     whole, rows = {**throughput.AXES, **axes}, []
     for point in points_of(throughput, whole, COMMON):
         (row,) = throughput.measure(point.settings, **local(whole))

@@ -1,4 +1,4 @@
-"""Tiers: what they count, what fails with a typed error, and that nothing is left, whatever happened."""
+"""Tiers: their counts, typed errors of failures, and that nothing is left after any of them."""
 
 import json
 import os

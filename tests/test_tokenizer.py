@@ -67,7 +67,7 @@ def fast() -> Tokenizer:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tokenizer as Dream's repositories have it, with `files` on top (None: not there)."""
+    """Writes a tokenizer as Dream's repositories have it, with `files` on top. One without text is left out."""
 
     def write(files: dict[str, str | None] | None = None, **settings: Any) -> Path:
         vocabulary = {

@@ -102,7 +102,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """torch.cuda's streams and events, faked; returns the log of what was asked of them."""
+    """torch.cuda's streams and events, faked; returns the log of their calls."""
     log: list[tuple[str, str, int]] = []
     monkeypatch.setattr(FakeStream, "log", log)
     current = FakeStream(name="current")
@@ -393,7 +393,7 @@ def test_the_wait_of_compute_is_in_its_times(rig: Rig, transport: Transport):
 
 @dataclass(frozen=True)
 class Failing:
-    """A job that fails, and what its failure names."""
+    """A job that fails, and the words in its error."""
 
     submit: Callable[[Rig, Transport, Sequence[Event]], TransferEvent]
     names: str
@@ -474,7 +474,7 @@ def test_a_refused_piece_leaves_the_others_alone(rig: Rig, transport: Transport,
 @pytest.mark.parametrize("lane", [Lane.FETCH, Lane.STORE, Lane.LOAD])
 @pytest.mark.parametrize("order", ["failure first", "failure last"])
 def test_a_job_that_fails_ends_after_all_that_it_waits_for(rig: Rig, transport: Transport, lane: Lane, order: str):
-    """A fence holds the last writer alone: were it done while an earlier reader is not, the next writer would race."""
+    """A fence holds the last writer alone. If it ended while an earlier reader goes on, the next writer would race."""
     gate = Gate()
     after = [failed_gate(), gate] if order == "failure first" else [gate, failed_gate()]
     make_source, make_destination = rig.ends(lane)
@@ -705,7 +705,7 @@ def test_streams_wait_for_streams(on_fakes: Callable[..., CudaTransport], fake_c
 def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtained_on(
     on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever had the memory before may still use it there. The stream waits, not the host."""
+    """Work on that stream may still use the memory. The copy's stream waits, not the host."""
     transport = on_fakes()
     monkeypatch.setattr(FakeMark, "query", lambda mark: False)  # the device lags behind
 

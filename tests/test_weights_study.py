@@ -22,7 +22,7 @@ COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 
 
 def rows_of(part: str, **sizes: list[int]) -> list[dict[str, Any]]:
-    """What the quick points of a part say, with other `sizes`."""
+    """Rows of the quick points of a part, with other `sizes`."""
     axes = dict(weights.AXES) | dict(weights.QUICK) | {"part": [part]} | sizes
     rows = []
     for point in points_of(weights, axes, COMMON):
@@ -120,7 +120,7 @@ def test_what_is_no_value_of_an_axis_is_named():
 
 
 def test_the_drops_that_a_warning_names_are_the_measured_ones():
-    """Of a code that nobody has measured it says nothing is lost; the codes that lose least come first."""
+    """A code without a measurement has a drop of 0. Codes with the smallest drops come first."""
     last = study_named("drops").last_line(read_rows(Path(__file__).parents[1] / "bench" / "results" / "drops")[0])
     measured = {code: max(0.0, last[f"exact_match_drop_weights_{code}"] or 0.0) for code in DROPS}
     assert measured == dict(DROPS) and list(DROPS.values()) == sorted(DROPS.values())

@@ -1,5 +1,5 @@
-"""Layers with a sliding window: what rows see, against its definition and transformers' models with masks of their own;
-and the exact cache beside the uncached model."""
+"""Layers with a sliding window: rows see the columns of the definition, and logits are those of transformers' models
+with masks of their own. The exact cache equals the uncached model."""
 
 from collections.abc import Callable
 from typing import Any
