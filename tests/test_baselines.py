@@ -214,7 +214,7 @@ def test_bytes_are_those_of_weights_and_cached_tensors(
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_what_cannot_be_had_says_why(
+def test_a_missing_baseline_has_a_reason(
     tiny: Runtime, baseline: Callable[..., Any], script: Callable[[str], ModuleType], monkeypatch
 ):
     import transformers.cache_utils

@@ -64,7 +64,7 @@ def test_frozen():
         MemoryBudget(device=1).device = 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_capacity_error_says_what_is_missing_and_what_to_do():
+def test_a_capacity_error_names_the_missing_bytes_and_a_remedy():
     error = TierCapacityError(3 * 2**30, 2**30, Tier.HOST, "lower max_new_tokens")
     assert str(error) == (
         "the host tier needs 3.00 GiB but has 1.00 GiB (3221225472 of 1073741824 bytes); lower max_new_tokens"
@@ -138,7 +138,7 @@ NOTHING, OTHER = "must be an existing folder; nothing is there", "must be an exi
         (b"/tmp", TypeError, "disk_path = b'/tmp'; a str or a Path"),
     ],
 )
-def test_what_is_no_folder_is_refused_and_left_alone(
+def test_a_path_that_is_no_folder_is_refused_and_left_alone(
     path: Any,
     error: type[Exception],
     message: str,
@@ -201,7 +201,7 @@ def within(unlimited: GenerationOutput, folder: str | Path) -> Runtime:
 
 
 @pytest.mark.parametrize("path", [".", Path("within"), "within/", "to within", "größe 大\n"])
-def test_what_lies_in_the_folder_stays_as_it_was(
+def test_files_in_the_folder_stay_as_they_were(
     path: str | Path, folder: Path, unlimited: GenerationOutput, monkeypatch: pytest.MonkeyPatch
 ):
     before = contents(folder)

@@ -74,6 +74,6 @@ def test_format(size: int, expected: str):
 
 
 @given(st.integers(0, 2**50))
-def test_what_is_written_can_be_read(size: int):
+def test_a_formatted_size_can_be_parsed(size: int):
     # Two decimals of a number that is 1 or more, and a whole byte.
     assert abs(parse_bytes(format_bytes(size)) - size) <= 0.005 * size + 1

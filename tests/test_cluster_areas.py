@@ -98,7 +98,7 @@ def test_each_area_is_clustered_by_k_means(elements: int | None, monkeypatch: py
         check_against_rows(index, hidden[group])
 
 
-def test_groups_do_not_know_of_each_other():
+def test_groups_are_independent():
     """Sequences with different padding have different shares, in any order."""
     hidden, valid = random(5, 60, 8), torch.ones(5, 60, dtype=torch.bool)
     valid[1, :20] = valid[3, :20] = valid[4, :20] = valid[2, 55:] = False
@@ -173,7 +173,7 @@ CASES = [(name, torch.float32) for name in ALIKE] + [(name, torch.bfloat16) for 
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_rows_that_are_equal_but_for_rounding_are_equal(name: str, dtype: torch.dtype):
+def test_rows_that_differ_by_rounding_are_equal(name: str, dtype: torch.dtype):
     """Every group has the rows of the first, off by less than a unit in the last place."""
     rows = ALIKE[name]
     n = len(rows)
@@ -201,6 +201,6 @@ HIDDEN = random(2, 40, 6)
         ({"hidden": 1e300 * HIDDEN.double()}, "exceeds float32"),
     ],
 )
-def test_what_is_refused(arguments: dict, message: str):
+def test_bad_arguments_are_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         cluster_areas(**{"hidden": HIDDEN, "areas": ((0, 16), (24, 40)), "clusters": 4, **arguments})

@@ -43,7 +43,7 @@ def random_rows(count: int, width: int, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-20, 3e-4, 1.0, 2e4])
 @pytest.mark.parametrize("code", RowCode)
-def test_rows_go_through_any_number_of_times(code: RowCode, dtype: torch.dtype, scale: float):
+def test_decoded_rows_are_coded_to_the_same_bytes(code: RowCode, dtype: torch.dtype, scale: float):
     """Scales are powers of two, so a decoded row is exact in every dtype, and codes to the same bytes again."""
     once = CodedRows.of(random_rows(512, WIDTH, scale).to(dtype), code)
     again = CodedRows.of(once.values(), code)

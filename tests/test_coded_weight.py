@@ -57,7 +57,7 @@ def random_weight(out: int, inner: int, dtype: torch.dtype = torch.float32) -> T
         (NVFP4, 33, (24, 28), 32),
     ],
 )
-def test_where_the_parts_of_a_row_are(code: WeightCode, elements: int, parts: tuple[int, int], total: int):
+def test_sizes_and_offsets_of_the_parts_of_a_row(code: WeightCode, elements: int, parts: tuple[int, int], total: int):
     assert (code.code_bytes(elements), code.scale_at(elements)) == parts
     assert code.row_bytes(elements) == total
 
@@ -242,7 +242,7 @@ def test_a_model_of_coded_weights_is_that_of_their_values(
     assert isinstance(filled(checkpoint, decoded, codes, decoded=False).wte.weight, CodedRows)
 
 
-def test_a_tensor_is_read_where_it_lies(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
+def test_the_extent_of_a_tensor_holds_its_bytes(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
     directory = write_checkpoint(shards=3)
     checkpoint, model = opened(directory, tiny_config)
     names = list(checkpoint.order())
@@ -259,7 +259,7 @@ def test_a_tensor_is_read_where_it_lies(write_checkpoint: Callable[..., Path], t
         assert file.read_bytes()[first : first + count] == weight.view(torch.uint8).numpy().tobytes()
 
 
-def test_codes_are_made_of_what_the_dtype_holds(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
+def test_codes_are_made_of_values_of_the_dtype(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
     checkpoint, _ = opened(write_checkpoint(), tiny_config)
     name, device = "model.transformer.blocks.0.q_proj.weight", torch.device("cpu")
     raw = checkpoint.read(name, dtype=torch.bfloat16, device=device)

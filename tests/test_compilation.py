@@ -199,7 +199,7 @@ def test_the_modules_are_found():
         ("from tiered.kernels.launch import PROGRAMS\ndef f(): ...", False),
     ],
 )
-def test_an_op_is_told_from_its_parts(source: str, expected: bool):
+def test_files_that_launch_kernels_are_found(source: str, expected: bool):
     assert is_op(ast.parse(source)) == expected
 
 
@@ -221,7 +221,7 @@ def test_every_kernel_compiles_for_sm_90(outcome: dict):
 
 
 @pytest.mark.slow
-def test_what_does_not_compile_is_reported(outcome: dict):
+def test_a_kernel_that_does_not_compile_is_reported(outcome: dict):
     assert {name.split(".")[0] for name in outcome["failures"]} == SOURCES.keys() - {"good"}
     for name, reason in {
         "e2m1_conversion": "not supported on .target 'sm_90a'",

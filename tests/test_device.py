@@ -102,7 +102,7 @@ def test_gpu_of_a_plan_on_a_machine_without_one(device: str, expected: Gpu | Non
 
 
 @pytest.mark.parametrize(("free", "warns"), [(1 << 30, False), (48 << 20, False), (40 << 20, True)])
-def test_a_budget_that_the_card_has_no_room_for_is_told(free: int, warns: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_beyond_the_free_memory_of_the_card_warns(free: int, warns: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)

@@ -90,7 +90,7 @@ def test_logits(runtime: Runtime, case: str, policy: str):
 
 
 @pytest.mark.parametrize("case", LOGITS)
-def test_what_is_kept_of_a_context(runtime: Runtime, case: str):
+def test_stored_rows_of_a_context(runtime: Runtime, case: str):
     ids, mask = recorded(case, "input_ids"), mask_of(case, recorded(case, "input_ids"))
     canvas = recorded(case, "canvas")
     with first_step(runtime, ids, attention_mask=mask, prior=canvas, max_new_tokens=16) as (forward, pass_):

@@ -335,7 +335,7 @@ def test_passes_and_rows_are_counted(grouped: Runtime):
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_a_block_may_have_one_token_where_its_row_is_in_front_of_it(new: int):
+def test_a_block_may_have_one_token_predicted_by_the_row_in_front(new: int):
     dream = tiered.from_pretrained(GOLDENS.parent / "dream" / "dream_tiny", dtype="float32", policy="none")
     call: dict[str, Any] = {"max_new_tokens": new, "block_length": 1, "stop_at_eos": False}
     prompt = torch.arange(5, 12)[None]

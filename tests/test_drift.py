@@ -1,5 +1,4 @@
-"""The drift of centroids against its definition in float64, over several updates, and the rows that a reference
-keeps."""
+"""The drift of centroids against its definition in float64, over several updates, and the state of a reference."""
 
 import importlib
 from collections.abc import Callable
@@ -403,7 +402,7 @@ def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
     world.step()
 
 
-def test_what_does_not_go_together():
+def test_queries_that_do_not_fit_are_refused():
     world = World(0)
     with pytest.raises(ValueError, match="do not fit keys"):
         LayerKeys(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)

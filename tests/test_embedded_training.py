@@ -110,7 +110,7 @@ def test_batches_are_training_prompts_with_their_answers(stream: str):
 
 
 @pytest.mark.parametrize("stream", ["short", "long", "lookup"])
-def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
+def test_masks_hide_answers_alone_and_weigh_hidden_tokens(stream: str):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.zeros(2)
     for batch in batches(stream, 6):
@@ -170,7 +170,7 @@ def test_pointers_point_at_the_wanted_digits():
     assert pointer_losses(batch, masked(batch, length), probe, tap)["look"] == 0
 
 
-def test_operands_are_asked_for_where_the_total_before_is_in_sight():
+def test_operands_are_asked_for_if_the_total_before_is_in_sight():
     pairs = [encode(Example("chain", "chain 40+3-5", "+3=43 -5=38"))]
     batch = collate(pairs, len(pairs[0][0]) + 12)
     prompt = int(batch.prompt[0])
@@ -203,7 +203,7 @@ POINTED = {
 
 
 @pytest.mark.parametrize("task", POINTED)
-def test_the_next_key_points_into_a_prompt_that_knows_what_is_printed(task: str):
+def test_the_next_key_points_into_a_prompt_that_knows_the_printed_keys(task: str):
     asked, answer, columns, last = POINTED[task]
     pair = encode(Example(task, asked, answer))
     batch = collate([pair], len(pair[0]) + len(pair[1]) + 4)
@@ -249,7 +249,7 @@ def test_masks_as_decoded_weigh_the_next_keys_and_the_rest_apart(task: str):
 
 
 @pytest.mark.parametrize("task", FRESH_TASKS)
-def test_prompts_of_any_length_hold_what_their_answers_print(task: str):
+def test_prompts_of_any_length_hold_the_entries_of_their_answers(task: str):
     for step in range(1000):
         high = SMALLEST + step / 10  # the shorter, the fewer entries are to spare
         batch = fresh_batch(task, 1, step, Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, high)), 1)
@@ -295,7 +295,7 @@ def test_the_training_forward_is_the_runtimes():
     assert hidden.requires_grad
 
 
-def test_what_is_adopted_says_the_same_in_wider_layers():
+def test_adopted_weights_give_the_same_logits_in_wider_layers():
     source, ids = tiered.from_pretrained("embedded", policy="none", device="cpu"), batches("short", 1)[0].ids
     model = new_model(read_config("embedded") | {"mlp_hidden_size": 400, "max_sequence_length": 64}, seed=0)
     adopt(model, source.model, ids)
@@ -398,7 +398,7 @@ def test_a_run_may_start_from_a_model_that_knows_one_block(config: dict[str, Any
 
 
 @pytest.mark.long
-def test_validation_asks_the_runtime():
+def test_validation_runs_the_runtime():
     model = new_model(read_config("embedded"), seed=0)
     model.load_state_dict(tiered.from_pretrained("embedded", device="cpu").model.state_dict())
     tokenizer = embedded_tokenizer(model.shape.max_context)

@@ -103,7 +103,7 @@ load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar
         ({"host": "1KiB", "disk": "64MiB"}, ["host"]),  # which takes no state
     ],
 )
-def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
+def test_the_budget_in_the_message_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
     expected = load().generate(IDS, **CALL).sequences
     memory = MemoryBudget(**budget, disk_path=tmp_path if "disk" in budget else None)
     asked, sequences = [], torch.empty(0)

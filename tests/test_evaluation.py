@@ -126,7 +126,7 @@ def test_no_requests_no_answers(lm: TieredLM):
     assert lm.loglikelihood([]) == [] and lm.loglikelihood_rolling([]) == []
 
 
-def test_what_is_drawn_is_each_answers_own(runtime: Runtime):
+def test_each_answer_has_draws_of_its_own(runtime: Runtime):
     sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 16}
     lms = {size: TieredLM(runtime, batch_size=size, block_steps=4) for size in (1, 5)}
     torch.manual_seed(3)
@@ -387,7 +387,7 @@ def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
         lm.apply_chat_template(history)
 
 
-def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cached_answers_are_not_computed_again(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     requests = instances([(text, GREEDY) for text in chats(lm)])
     expected = lm.generate_until(requests, disable_tqdm=True)
     begin, begun, answered = Request.begin, itertools.count(), []
@@ -453,7 +453,7 @@ def test_a_budget_lets_fewer_requests_run_at_a_time(runtime: Runtime):
         ask(lm, [chat(lm, "copy: " + "Ada " * 3000)])
 
 
-def test_what_the_results_say_of_the_model(runtime: Runtime):
+def test_results_have_facts_of_the_model(runtime: Runtime):
     lm = TieredLM(runtime, policy="polestar", policy_top_m=1, confidence_threshold=0.5, batch_size=5)
     assert totals(lm)["sequences"] == totals(lm)["tokens_per_second"] == 0
     ask(lm, chats(lm))

@@ -110,7 +110,7 @@ def score(lm: TieredLM, *args: str) -> float:
     return lm.loglikelihood([Instance("loglikelihood", {}, args, 0)], disable_tqdm=True)[0][0]
 
 
-def test_requests_are_split_where_the_whole_texts_ids_are(lm: TieredLM, caplog: pytest.LogCaptureFixture):
+def test_requests_are_split_by_ids_of_the_whole_text(lm: TieredLM, caplog: pytest.LogCaptureFixture):
     ids = lm.tokenizer("copy: Ada Ben Cleo")["input_ids"]
     expected, _ = lm._likelihood.score(ids[:3], ids[3:])
     assert len(ids) == 5 and score(lm, "copy: Ada", " Ben Cleo") == expected == score(lm, "copy: Ada ", "Ben Cleo")

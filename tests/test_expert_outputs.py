@@ -153,7 +153,7 @@ def test_experts_may_lie_anywhere(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_is_written_where_there_is_nothing(implementation: str):
+def test_without_picks_or_rows_nothing_is_added(implementation: str):
     rows, picks, table = given(device_of(implementation), 5)
     assert (answer(implementation, rows, picks, table, [], [5]) == 0).all()
     assert not answer(implementation, rows[:0], Picks(picks.experts[:0], picks.weights[:0]), table, [2]).numel()

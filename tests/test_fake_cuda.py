@@ -217,7 +217,7 @@ def test_a_call_leaves_nothing_on_the_device(policy: str, checkpoint: Callable[[
         gc.enable()
 
 
-def test_a_scheduler_is_the_only_one_that_touches_the_device(checkpoint: Callable[[str], Path], device: FakeCuda):
+def test_the_schedulers_thread_alone_touches_the_device(checkpoint: Callable[[str], Path], device: FakeCuda):
     case = Case("dkv_pd")
     runtime = load(case, checkpoint(case.family), str(DEVICE))
     with Scheduler(runtime) as scheduler:

@@ -116,7 +116,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[HiddenCache]:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 9)}, {"refresh": "drift"}])
-def test_what_is_final_is_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
+def test_final_columns_are_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
     inspector = Clusters(caches)
     generate(runtime, variant(**options, update_threshold=0), {}, "adaptive", inspector=inspector)
     assert set(inspector.firsts) == {0}

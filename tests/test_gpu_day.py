@@ -83,7 +83,7 @@ def run(worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     return once
 
 
-def test_the_shares_of_the_parts_fit_the_day_and_what_runs_in_them():
+def test_the_shares_of_the_parts_fit_the_day_and_their_cases_limits():
     tests, sanitizer = (importlib.import_module(f"gpu_parts.{name}") for name in ("gpu_tests", "sanitizer"))
     names = study.AXES["part"]
     assert sum(study.PARTS[name].seconds for name in names) == 60 * day.MINUTES
@@ -211,7 +211,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return SimpleNamespace(once=once, takes=takes)
 
 
-def test_what_a_part_leaves_over_goes_to_the_next_and_the_later_ones_keep_theirs(clock):
+def test_unused_time_goes_to_the_next_part_and_later_parts_keep_theirs(clock):
     clock.takes |= {"machine": 1.0, "copies": 30.0, "steps": 1.0}
     # Twice the seconds of the table: 10, 20, 10, 40. The second took one second more than it and the first had.
     assert [asked[:2] for asked in clock.once(80.0)] == [(10.0, 8.0), (29.0, 8.0), (9.0, 8.0), (48.0, 8.0)]
@@ -282,7 +282,7 @@ def test_a_folder_that_takes_no_file_costs_the_file_alone(run, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("owner", "name", "code"), [(study, "tables", 0), (day, "reporting", 1)])
-def test_what_nobody_thought_of_leaves_the_last_line(run, monkeypatch, owner: ModuleType, name: str, code: int):
+def test_an_unexpected_error_leaves_the_last_line(run, monkeypatch, owner: ModuleType, name: str, code: int):
     def broken(*_: Any) -> None:
         raise RuntimeError("no luck")
 
@@ -292,7 +292,7 @@ def test_what_nobody_thought_of_leaves_the_last_line(run, monkeypatch, owner: Mo
     assert done.last["stopped_by"] == ("RuntimeError in gpu_day.py" if code else None)
 
 
-def test_the_end_of_the_output_fits_what_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_end_of_the_output_fits_its_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def row(part: str, number: int) -> dict[str, Any]:
         head = {"part": part, "case": f"case {number} " + 160 * "x", "took_s": 9.9, "size": "full"}
         if number % 3 == 2:
@@ -312,7 +312,7 @@ def test_the_end_of_the_output_fits_what_comes_back(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_it_ends_itself_even_where_it_hangs_itself(worker: str, tmp_path: Path):
+def test_it_ends_at_its_deadline_even_if_it_hangs(worker: str, tmp_path: Path):
     code = f"""
         import sys, time
         sys.path.insert(0, {str(BENCH)!r})
@@ -386,7 +386,7 @@ def test_a_killed_day_leaves_a_whole_file(worker: str, processes: Path, tmp_path
         ("24 GiB", {"polestar_delta, host 64GiB": 0.9}, ("missed", 0.9, "polestar")),
     ],
 )
-def test_a_target_is_met_where_all_its_rows_are(target: str, values: Mapping[str, Any], expected: tuple[Any, ...]):
+def test_a_target_is_met_if_all_its_rows_meet_it(target: str, values: Mapping[str, Any], expected: tuple[Any, ...]):
     wanted = next(each for each in TARGETS if target in each.name)
 
     def row(value: Any) -> dict[str, Any]:

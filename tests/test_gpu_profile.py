@@ -193,7 +193,7 @@ def test_overlapping_moments_count_once():
     assert part("profile_counts").covered([]) == 0
 
 
-def test_a_small_trace_keeps_what_the_device_did(tmp_path: Path):
+def test_a_small_trace_keeps_the_work_of_the_device(tmp_path: Path):
     path = tmp_path / "trace.json.gz"
     row = part("profile_counts").write_small_trace(path, sample().trace())
     assert row == {"file": "trace.json.gz", "bytes": path.stat().st_size, "events": row["events"], "whole": True}
@@ -245,7 +245,7 @@ def test_waits_by_kind_and_line():
     assert row["lines_left_out"] == 0
 
 
-def test_where_a_wait_is():
+def test_the_place_of_a_wait():
     at = part("profile")._at
     assert at() == "-1 outside -"
     with recording(Recorder()):

@@ -78,7 +78,7 @@ def test_lines_of_torch_are_passed_over(modes: list[Any]):
     assert [wait.line for wait in found] == [line_of(warn)]
 
 
-def test_what_the_caller_was_at(modes: list[Any]):
+def test_a_wait_has_the_place_of_its_caller(modes: list[Any]):
     where = iter(["layer 3", "layer 3", "head"])
     with host_waits(lambda: next(where)) as found:
         flagged()
@@ -87,7 +87,7 @@ def test_what_the_caller_was_at(modes: list[Any]):
     assert {wait.at: count for wait, count in found.items()} == {"layer 3": 2, "head": 1}
 
 
-def test_other_threads_and_other_warnings_are_none_of_it(modes: list[Any]):
+def test_other_threads_and_other_warnings_do_not_count(modes: list[Any]):
     with pytest.warns(UserWarning, match="something else") as shown, host_waits() as found:
         thread = threading.Thread(target=flagged)
         thread.start()

@@ -294,7 +294,7 @@ def test_the_way_to_a_tensor_library_is_named():
     assert (tensors_behind(ROOT / "tiered/forward/forward.py") or "").startswith("tiered.forward.forward > torch")
 
 
-def test_what_runs_on_import():
+def test_nodes_that_run_on_import():
     source = """
         import a
         if TYPE_CHECKING:

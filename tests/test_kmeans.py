@@ -158,7 +158,7 @@ def test_as_many_rows_as_clusters_stay_alone():
 
 
 @pytest.mark.parametrize("missing", range(5))
-def test_a_cluster_that_lost_its_rows_goes_where_it_is_needed(missing: int):
+def test_a_cluster_without_rows_moves_to_rows_without_a_cluster(missing: int):
     """One direction of the start has no row near it. Rows without a direction do not count as its own."""
     rows, truth = planted(1, 100, 8, 5, noise=0.02)
     start = units(torch.stack([rows[0, truth[0] == cluster][0] for cluster in range(5)])).float()
@@ -193,7 +193,7 @@ def test_norms_have_no_part():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("elements", [None, 640, 40])
-def test_groups_do_not_know_of_each_other(backend: Backend, elements: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_groups_are_independent(backend: Backend, elements: int | None, monkeypatch: pytest.MonkeyPatch):
     """In tiles of many groups, of parts of one, of single rows."""
     if elements is not None:
         monkeypatch.setattr(tiles, "CPU_ELEMENTS", elements)

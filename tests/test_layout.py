@@ -100,7 +100,7 @@ def test_the_rooms_install_inside_tiered(tmp_path: Path):
         (None, "pip install '.[bench]' in the checkout"),
     ],
 )
-def test_a_missing_package_is_named_with_what_brings_it(
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
     origin: dict[str, object] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if origin is not None:
@@ -134,7 +134,7 @@ def test_every_room_is_on_the_page():
     assert sorted(rows) == sorted({"bench/", "tiered/*.py", *rooms, *(f"{room}/" for room in LINKED)})
 
 
-def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_model_outside_the_wheel_names_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("tiered.models.locate.EMBEDDED_MODELS", {"embedded-blocks": tmp_path})
     with pytest.raises(

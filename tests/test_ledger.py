@@ -154,12 +154,12 @@ def test_features_are_accounts():
     assert [ledger.held(Tier.DEVICE, Account(feature)) for feature in Feature] == [1, 2, 3, 4, 5]
 
 
-def test_a_refusal_says_what_to_do_even_without_a_hint():
+def test_a_refusal_names_a_remedy_even_without_a_hint():
     with pytest.raises(TierCapacityError, match="raise `memory`"):
         Ledger(MemoryBudget(device=1)).allocate({Account.KEY: 2})
 
 
-def test_of_equal_peaks_the_last_is_told():
+def test_of_equal_peaks_the_last_is_reported():
     ledger = Ledger()
     for account in (Account.KEY, Account.VALUE):
         with ledger.holding({account: 10}):

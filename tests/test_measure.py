@@ -75,7 +75,7 @@ def test_every_point_has_its_rows_and_a_second_command_measures_anew(run, tmp_pa
     assert len(run().begun) == 6
 
 
-def test_keep_measures_what_is_missing_and_a_narrower_command_forgets_nothing(run, tmp_path: Path):
+def test_keep_measures_missing_points_and_a_narrower_command_forgets_nothing(run, tmp_path: Path):
     run()
     rows = rows_of(tmp_path / "out")
     assert run("--keep").begun == []
@@ -162,7 +162,7 @@ def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tm
     assert {row["status"] for row in rows_of(tmp_path / "out") if row["batch"] == 907} == {"ok"}
 
 
-def test_what_the_library_refuses_is_a_row_and_no_failure(run, tmp_path: Path):
+def test_a_refused_call_is_a_row_and_no_failure(run, tmp_path: Path):
     # Through the process that measures for people: its error and that of the workload are one class.
     own = shlex.join(WORKER)
     ended = run("--policy", "none", "--budget", "1KiB", "--examples", "sort:1", "--worker", own)
@@ -190,7 +190,7 @@ def test_points_that_share_a_process_lose_one_row_to_a_crash(tmp_path: Path):
     assert [each.rows[0]["status"] for each in spent] == ["ok", "skipped", "skipped"]
 
 
-def test_a_full_disk_is_named_and_what_is_finished_stays(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_full_disk_is_named_and_finished_points_stay(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     written: list[Path] = []
     write = store.write_then_rename
 
@@ -283,7 +283,7 @@ def test_ended_by_ctrl_c_and_killed_at_random_moments_it_resumes_to_the_same_tab
     assert rows_of(killed) == rows_of(whole) and len(rows_of(killed)) == 3 * points * 3
 
 
-def test_a_table_gives_back_what_was_written(tmp_path: Path):
+def test_a_table_gives_back_the_written_rows(tmp_path: Path):
     rows = [
         {"a": 1, "b": 0.5, "c": "x", "d": {"e": [1, None]}, "f": True},
         {"a": 2, "b": 1, "c": 4, "g": 2**40},

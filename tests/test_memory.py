@@ -70,7 +70,7 @@ def test_the_ledger_is_what_torch_allocates(case: str, model: LLaDA):
         assert 0 <= max(held) <= report.peak and (max(held) > 0) == (report.peak > 0)
 
 
-def test_what_is_not_booked_is_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
+def test_unbooked_bytes_are_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
     made = FeatureStore.__init__
 
     def greedy(self: FeatureStore, sizes: CallShape, *others: Any) -> None:

@@ -206,7 +206,7 @@ def test_the_sum_of_a_row_is_that_of_its_experts(
     torch.testing.assert_close(model.feed_forward(1, hidden), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_picked_is_told(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+def test_picked_experts_are_reported(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
     seen: list[tuple[int, Tensor]] = []
 
     class Inspector:

@@ -236,7 +236,7 @@ INERT: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_what_is_off_changes_nothing(model_type: str):
+def test_switches_that_are_off_change_nothing(model_type: str):
     assert read(CONFIGS[model_type], **INERT) == read(CONFIGS[model_type])
 
 
@@ -251,7 +251,7 @@ def test_a_width_is_no_window_while_windows_are_off(config: Mapping[str, Any]):
     assert read(config, sliding_window=4096, use_sliding_window=False) == read(config)
 
 
-def test_padding_is_an_end_where_it_has_no_token():
+def test_without_a_pad_token_padding_is_an_end():
     assert read(SDAR).pad_token_id == read(SDAR).eos_token_id == 62
     assert read(SDAR, pad_token_id=61).pad_token_id == 61
 

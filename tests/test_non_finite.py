@@ -138,7 +138,7 @@ def test_every_part_is_named(weight: str, damage: Callable[[Tensor], object], op
 
 
 @pytest.mark.parametrize("variant", ["fast_dllm_dual", "polestar"])
-def test_where_layers_are_streamed(variant: str):
+def test_a_streamed_layer_is_named(variant: str):
     resident = runtime_of(variant)
     room = resident.generate(IDS, **SIZES).memory.budget.device
     assert isinstance(room, int)
@@ -160,7 +160,7 @@ def test_guidance_beyond_float32(variant: str):
 
 
 @pytest.mark.parametrize("variant", ["none", "fast_dllm_dual", "dkv_greedy", "dllm_cache", "elastic_cache", "polestar"])
-def test_what_was_fixed_before_is_kept(variant: str):
+def test_tokens_fixed_before_the_error_are_kept(variant: str):
     """A token's embedding is NaN, and only the second sequence comes to that token, late."""
     runtime = runtime_of(variant)
     healthy = runtime.generate(IDS, **SIZES, output_history=True, **rule_for(runtime)).history

@@ -210,7 +210,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     [(Tier.HOST, {"host": 2000}), (Tier.HOST, {"host": 0}), (Tier.DEVICE, {"device": None})],
     ids=["host", "no host", "device"],
 )
-def test_a_budget_too_small_is_told_before_any_pass(model: Any, passes: list[Tensor], tier: Tier, caps: dict[str, Any]):
+def test_a_small_budget_is_refused_before_any_pass(model: Any, passes: list[Tensor], tier: Tier, caps: dict[str, Any]):
     if tier is Tier.DEVICE:  # the least that the same call takes without clusters
         with pytest.raises(TierCapacityError) as caught:
             run(model, top_m=0, memory=MemoryBudget(device=1))

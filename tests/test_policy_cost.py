@@ -16,7 +16,7 @@ SETTINGS = COMMON | {"model": "random", "width": 64, "layers": 3, "positions": 6
 
 
 @pytest.mark.parametrize("policy", study.AXES["policy"])
-def test_what_is_timed_is_the_policy_itself(policy: str):
+def test_timed_passes_are_those_of_the_policy(policy: str):
     """Kinds and rows of the passes are those of a call that is not timed."""
     runtime, prompt, variant = loaded(SETTINGS, {}, 64), prompts(SETTINGS, 40), variant_named(policy)
     call = variant.call(answer=24, block=8)
@@ -52,7 +52,7 @@ def test_figures_of_a_kind_of_a_run_and_of_selection():
     assert run["run_over_none"] == pytest.approx(26 / 40) and run["rows_over_none"] == 0.5
 
 
-def test_a_point_says_what_an_update_and_a_whole_run_cost():
+def test_a_point_has_the_cost_of_an_update_and_of_a_whole_run():
     (row,) = cost.measure(SETTINGS | {"policy": "polestar"}, paths={})
     assert not row.keys() & (SETTINGS.keys() | {"policy"})
     assert row["forwards"] == 24 == sum(row[f"{kind}_forwards"] for kind in ("refresh", "update", "step"))

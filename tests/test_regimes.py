@@ -17,7 +17,7 @@ def call(policy: str, **settings: Any) -> dict[str, Any]:
     return row
 
 
-def test_every_axis_is_measured_beside_every_context_and_only_what_moves_bytes_beside_links():
+def test_every_axis_is_measured_beside_every_context_and_links_with_policies_that_move_bytes():
     points = list(regimes.points(regimes.AXES))
     arms: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     for point in points:
@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_schedule_and_steps_stand_for_a_threshold():
     assert call("elastic_cache", block=64)["forwards"] == 8
 
 
-def test_what_has_no_room_is_streamed_and_a_slow_link_shows():
+def test_layers_without_room_are_streamed_and_a_slow_link_shows():
     free, half = call("fast_dllm_dual"), call("fast_dllm_dual", budget=0.5)
     assert call("fast_dllm_dual", budget=1)["moved_bytes"] == free["moved_bytes"] == 0
     assert half["rows_computed"] == free["rows_computed"]

@@ -86,7 +86,7 @@ def test_a_picture_has_the_marks_the_fields_and_the_figures_of_its_rows(
     assert drawn(name, theme.NARROW)[1] == data
 
 
-def test_the_winner_is_the_simplest_of_those_that_are_alike_and_a_link_slows_only_what_moves():
+def test_of_like_policies_the_simplest_wins_and_a_link_slows_only_policies_that_move_bytes():
     cells = regimes.winners(rows_of("regimes"), "seconds")
     found = {(cell["context"], cell["blocks"], cell["link"]): (cell["policy"], cell["told"]) for cell in cells}
     assert found == {
@@ -119,7 +119,7 @@ def test_the_frontier_is_of_the_right_ones_whose_bytes_a_ledger_has_booked():
     assert "≥ transformers, cache" in {row["name"] for row in labels}
 
 
-def test_what_is_near_is_compared_by_its_cheapest_setting():
+def test_near_policies_are_compared_by_their_cheapest_settings():
     rows = rows_of("frontier")
     last = frontier.last_line(rows)
     ratios = {"polestar_over_next_rows": 0.4, "polestar_over_next_time": 0.5, "polestar_below_none_points": 1.0}
@@ -141,7 +141,7 @@ def test_what_is_near_is_compared_by_its_cheapest_setting():
     )
 
 
-def test_what_was_refused_or_failed_is_a_cell_and_a_row_with_its_reason():
+def test_refused_and_failed_points_are_cells_and_rows_with_reasons():
     raw = rows_of("sweep")
     cells = [row for row in drawn("accuracy")[1] if not row["shade"]]
     assert sorted(row["told"] for row in cells) == ["failed", "refused"]
@@ -151,7 +151,7 @@ def test_what_was_refused_or_failed_is_a_cell_and_a_row_with_its_reason():
     assert timeline.says(timeline.table(rows_of("memory"))).endswith("ledger and allocators agree in 1 of 2 checks")
 
 
-def test_a_policy_has_one_colour_everywhere_and_what_is_written_on_it_can_be_read():
+def test_a_policy_has_one_colour_everywhere_and_text_on_it_can_be_read():
     assert len(set(theme.LIGHT.values())) == len(theme.VARIABLES), "two names share a light colour"
     alone, among = theme.policy_colours(["polestar"]), theme.policy_colours(["none", "polestar", "none, again", "peer"])
     assert alone["polestar"] == among["polestar"] and among["none"] == among["none, again"] != among["peer"]
@@ -227,9 +227,7 @@ def test_the_main_pictures_have_files_for_other_pages(whole: SimpleNamespace):
     assert "var(--" not in (whole.out / "pareto.svg").read_text()
 
 
-def test_what_is_missing_or_cannot_be_used_is_a_gap_that_the_page_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_page_names_missing_and_unusable_tables_as_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "rows.parquet").write_bytes(b"no table")
     made.write(tmp_path, "ops", [each | {"status": "refused", "why": made.REFUSED} for each in made.ops()])

@@ -78,7 +78,7 @@ def begun(rule: Adaptive | Ancestral, steps: int, tokens: Tensor) -> RewritingSt
 
 @pytest.mark.parametrize("noise", [UNIFORM, MIXED, MASKS], ids=["uniform", "mixed", "masks"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_adaptive_takes_what_the_model_would_change_most(noise: Noise, count: int):
+def test_adaptive_takes_tokens_that_the_model_would_change_most(noise: Noise, count: int):
     tokens = torch.tensor([[4, 3, 0, 3, 9, 1, 3, 7], [3, 3, 5, 6, 7, 8, 9, 10]])
     block = open_block(tokens, noise)
     chances = block.whole.double().softmax(-1)
@@ -235,7 +235,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "policy", "options", "message"), REFUSED)
-def test_what_does_not_go_together(
+def test_options_at_odds_are_refused(
     request: pytest.FixtureRequest, model: str, policy: str, options: dict[str, Any], message: str
 ):
     runtime: Runtime = request.getfixturevalue(model)
@@ -360,7 +360,7 @@ FOR_REWRITING = sorted(
 
 
 @pytest.mark.parametrize("policy", FOR_REWRITING)
-def test_what_is_final_is_exact_under_every_policy(uniform: Runtime, policy: str):
+def test_final_rows_are_exact_under_every_policy(uniform: Runtime, policy: str):
     # The noise mask keeps final rows from seeing others, and every block begins with them recomputed.
     ids, mask = prompt(rows=2), torch.ones(2, 20, dtype=torch.long)
     mask[0, :6] = 0
@@ -393,7 +393,7 @@ class _Watched(PolicyState):
         self._seen.append(committed.clone())
 
 
-def test_policies_hear_of_changed_tokens_alone(uniform: Runtime):
+def test_policies_get_changed_tokens_alone(uniform: Runtime):
     # Polestar's trigger counts them.
     seen: list[Tensor] = []
 

@@ -199,7 +199,7 @@ def test_an_idle_life_leaves_nothing_behind():
         (2, torch.zeros(32, dtype=torch.uint8)[::2], r"shape \(16,\)"),
     ],
 )
-def test_what_makes_no_ring(slots: int, buffer: torch.Tensor, message: str):
+def test_bad_arguments_of_a_ring_are_refused(slots: int, buffer: torch.Tensor, message: str):
     with pytest.raises(ValueError, match=message):
         Ring(slots, buffer, Region.FETCH_SLOT)
 

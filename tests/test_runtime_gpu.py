@@ -166,7 +166,7 @@ def left_by(runtime: Runtime) -> tuple[GenerationOutput, Tensor]:
 
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("device", "codec"), on_each_device([Codec.NVFP4_DELTA, Codec.RAW]))
-def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec):
+def test_tiers_and_delays_of_rows_change_no_bit(device: str, codec: Codec):
     model, policy = loaded("embedded", device).model, partial(variant, **OFTEN, codec=codec)
     out, resident = left_by(Runtime(model, policy=policy("device")))
     ways: dict[str, Callable[[], Transport] | None] = {

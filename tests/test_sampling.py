@@ -150,7 +150,7 @@ def test_ranks_are_those_of_each_row_alone():
         assert torch.equal(scores[1], alone[1].confidence([7], [0], 2, 5, [True])[0])
 
 
-def test_who_waits_draws_nothing():
+def test_a_sequence_that_waits_draws_nothing():
     waited, straight = Generators(1, 2, CPU), Generators(1, 2, CPU)
     waited.confidence([10] * 2, [0, 0], 5, 8, [True, False])
     straight.confidence([10] * 2, [0, 0], 5, 8, [True, True])
@@ -168,7 +168,7 @@ def test_who_waits_draws_nothing():
     assert torch.equal(found.tokens[0], proposed(logits[:1], temperature=1.0, seed=1, times=2).tokens[0])
 
 
-def test_who_stays_keeps_its_stream():
+def test_a_sequence_that_stays_keeps_its_stream():
     kept, whole = Generators(5, 3, CPU), Generators(5, 3, CPU)
     kept.keep([0, 2])
     scores, expected = (
@@ -249,7 +249,7 @@ def confidence_in(distribution: list[float], token: int, kind: str) -> float:
 @pytest.mark.parametrize("kind", CONFIDENCES)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
 @pytest.mark.parametrize("cut", CUTS)
-def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: float, kind: str):
+def test_tempered_confidence_is_of_the_distribution_of_draws(cut: str, temperature: float, kind: str):
     logits = random_logits(2, 30, 40, seed=len(cut), scale=1.5)
     logits[..., MASK] = -1.0  # has a share, but is never the largest
     found = proposed(logits, temperature=temperature, confidence=kind, tempered_confidence=True, seed=3, **CUTS[cut])
@@ -261,7 +261,7 @@ def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: flo
         assert found.confidence[i, row].item() == pytest.approx(confidence_in(left, token, kind), rel=2e-5, abs=2e-6)
 
 
-def test_where_top_p_cuts_does_not_hang_on_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch):
+def test_the_cut_of_top_p_does_not_depend_on_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch):
     """CUDA adds in another order in every call."""
     logits, pending = random_logits(1, 1, 512, scale=0.1), torch.ones(1, 1, dtype=torch.bool)
     sums = logits[0, 0].sort(descending=True).values.softmax(-1).cumsum(0)
@@ -292,7 +292,7 @@ def test_other_confidence_is_the_models_own(cut: str, kind: str):
 
 
 @pytest.mark.parametrize(("cut", "left"), [("top_p", 2), ("top_k", 3)])
-def test_samples_follow_what_is_left(cut: str, left: int):
+def test_samples_follow_the_cut_distribution(cut: str, left: int):
     rows, row = 40_000, torch.tensor([0.5, 1.6, 0.0, -1.0, -9.0, 1.3, -3.0])
     expected = torch.tensor(cut_distribution(row.tolist(), temperature=0.7, **CUTS[cut])).mul(rows)
     assert (expected > 0).sum() == left
@@ -317,7 +317,7 @@ def test_samples_follow_what_is_left(cut: str, left: int):
         ({"top_k": 1, "top_p": 0.99}, {0}),
     ],
 )
-def test_what_a_cut_leaves(options: dict[str, Any], left: set[int]):
+def test_tokens_that_a_cut_leaves(options: dict[str, Any], left: set[int]):
     row = torch.tensor([0.45, 0.30, 0.10, 0.10, 1e-9, 0.05]).log()
     found = proposed(row.expand(1, 3000, -1), temperature=1.0, **options)
     assert set(found.tokens.flatten().tolist()) == left
@@ -326,7 +326,7 @@ def test_what_a_cut_leaves(options: dict[str, Any], left: set[int]):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("height", [6.0, 30.0, 300.0])
-def test_where_the_model_wants_a_mask_the_next_best_is_left(cut: str, temperature: float, height: float):
+def test_if_the_model_wants_a_mask_the_next_best_is_proposed(cut: str, temperature: float, height: float):
     logits = random_logits(2, 6, 8, scale=1.0)
     logits[..., MASK] = height
     for kind in CONFIDENCES:
@@ -370,7 +370,7 @@ def test_a_batch_is_cut_as_each_row_alone(kind: str, temperature: float):
         ({"confidence": "entropy"}, False, False, True),
     ],
 )
-def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, needs_room: bool):
+def test_properties_of_sampling_options(options: dict[str, Any], cuts: bool, by_row: bool, needs_room: bool):
     sampling = Sampling(**options)
     assert (sampling.cuts, sampling.by_row, sampling.needs_room) == (cuts, by_row, needs_room)
 
@@ -378,7 +378,7 @@ def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, 
 # ---- what rules draw from ----
 
 
-def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
+def test_a_block_draws_as_each_row_alone_while_others_wait():
     together, alone = Generators(7, 2, CPU), Generators(8, 1, CPU)
     block, alone_block = together.of_block(), alone.of_block()
     first = block.uniform(6)

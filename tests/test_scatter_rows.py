@@ -118,7 +118,7 @@ def test_values_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor]):
         scatter("triton")(target, change(values), index, valid)
 
 
-def test_a_column_out_of_range_is_nobody_elses_memory():
+def test_a_column_out_of_range_is_not_written():
     target, values, index, valid = inputs("plain", torch.float32, device_of("triton"))
     store = torch.cat([target, target, target], dim=2)
     before = store.clone()

@@ -52,7 +52,7 @@ def flip(file: ScratchFile, offset: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, SLOT])
-def test_what_was_written_comes_back(nbytes: int, file: ScratchFile):
+def test_a_written_record_comes_back(nbytes: int, file: ScratchFile):
     file.place(100)
     slot, into = file.place(nbytes), out(nbytes)
     assert slot.write(payload(nbytes)) == slot.read(into) == nbytes
@@ -133,13 +133,13 @@ def test_a_flipped_bit_is_found(byte: int, file: ScratchFile, tmp_path: Path):
     slot.read(out(5000))
 
 
-def test_what_is_behind_the_record_does_not_matter(file: ScratchFile):
+def test_bytes_behind_the_record_do_not_matter(file: ScratchFile):
     slot = stored(file)
     flip(file, 5000)
     slot.read(out(5000))
 
 
-def test_what_was_never_written_is_no_record(file: ScratchFile):
+def test_an_unwritten_slot_is_no_record(file: ScratchFile):
     stored(file).release()
     with pytest.raises(CorruptRecordError, match="the checksum differs"):
         file.place(5000).read(out(5000))
@@ -323,7 +323,7 @@ def test_the_file_has_no_name(through: str, anonymous: bool, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("folder", "reason"), [("none", "No such file"), ("file", "Not a directory")])
-def test_folders_that_are_none(folder: str, reason: str, tmp_path: Path):
+def test_bad_folders_are_refused(folder: str, reason: str, tmp_path: Path):
     (tmp_path / "file").write_text("a thesis")
     with pytest.raises(OSError, match=f"disk_path takes no file of records: {reason}.*{tmp_path / folder}"):
         ScratchFile(tmp_path / folder, SLOT)
@@ -389,7 +389,7 @@ def test_a_fork_leaves_the_file_to_its_parent(file: ScratchFile):
         os.close(number)
 
 
-def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
+def test_an_unreferenced_file_is_closed(tmp_path: Path):
     file = ScratchFile(tmp_path, SLOT)
     with pytest.warns(ResourceWarning):
         del file

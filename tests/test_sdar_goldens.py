@@ -76,7 +76,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
         replayed.check(SEQUENCES[f"{case}.sampled_prob"])
 
 
-def test_what_is_fixed_is_never_overwritten(runtime: Runtime):
+def test_fixed_tokens_are_never_overwritten(runtime: Runtime):
     # There fewer masks are left than a step fixes, and the prompt's last tokens go.
     (case,) = (case for case in RECORDED if "quirk" in case)
     options: dict[str, Any] = {**RECORDED[case]["kwargs"], "temperature": 0.0}

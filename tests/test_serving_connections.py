@@ -66,7 +66,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), error["message"]
 
 
-def test_connections_without_a_request_shut_nobody_out_and_are_closed(runtime: Runtime):
+def test_connections_without_a_request_block_no_other_and_are_closed(runtime: Runtime):
     texts = [b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"]
     limits: dict[str, Any] = {"max_running": 1, "max_waiting": 1, "key": "secret"}
     with serving(runtime, of_server={"header_seconds": 2.0}, **limits) as served, ExitStack() as held:
@@ -102,7 +102,7 @@ def test_headers_that_come_in_drops_and_those_behind_an_answer_have_their_time(r
         (b"GET / HTTP/1.1\r\n\r\n", 400),
     ],
 )
-def test_what_is_no_request_is_refused_in_the_apis_shape(runtime: Runtime, text: bytes, status: int):
+def test_malformed_requests_are_refused_in_the_apis_shape(runtime: Runtime, text: bytes, status: int):
     with serving(runtime) as served, connected(served, text) as connection:
         assert error_of(connection.recv(1000))[0] == status
 
@@ -117,7 +117,7 @@ def test_one_connection_too_many_closes_the_oldest_without_a_request(runtime: Ru
 
 
 @pytest.mark.parametrize(("grace", "signals"), [(1.0, [signal.SIGTERM]), (600.0, [signal.SIGTERM, signal.SIGTERM])])
-def test_told_to_end_the_server_refuses_what_comes_and_ends_streams_in_an_error(
+def test_on_sigterm_the_server_refuses_requests_and_ends_streams_in_an_error(
     runtime: Runtime, caplog: pytest.LogCaptureFixture, grace: float, signals: list[signal.Signals]
 ):
     with serving(runtime, of_server={"grace_seconds": grace}) as served:

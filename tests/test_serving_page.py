@@ -93,7 +93,7 @@ async def shown(devtools: str, url: str) -> tuple[dict[str, Any], list[str], lis
     raise AssertionError("the page never ended")
 
 
-def test_a_prompt_is_answered_before_ones_eyes(served: Served, devtools: str):
+def test_the_page_shows_the_answer_to_a_prompt(served: Served, devtools: str):
     url = f"{served.url}/?prompt=sort:%20Nora%20Ben%20Ivan%20Cleo"
     page, asked, wrong = asyncio.run(shown(devtools, url))
     assert (page["state"], page["answer"], page["error"]) == ("done", "Ben Cleo Ivan Nora", "")

@@ -238,7 +238,7 @@ def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.
     assert 0.5 * booked <= allocated.peak <= booked + 3 * 4 * queries.numel()
 
 
-def test_what_cannot_be_measured_is_refused(runtime: Runtime):
+def test_calls_that_cannot_be_measured_are_refused(runtime: Runtime):
     for inspector in (StalenessInspector(), StepDriftInspector()):
         with pytest.raises(ValueError, match="no step was measured"):
             inspector.report()

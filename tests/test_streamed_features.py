@@ -157,7 +157,7 @@ def test_a_caller_in_inference_mode_gets_the_same_bits(model: LLaDA, unlimited: 
 
 
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_a_byte_less_than_enough_is_told_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_byte_less_than_enough_is_refused_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
     policy = policy_of(name)
     least, _ = least_and_resident(model, policy)
     host = bytes_of(model, policy, MemoryBudget(device=least)).total(Tier.HOST)
@@ -222,7 +222,7 @@ def test_the_coldest_go_first_and_spread_over_the_stack(model: LLaDA):
     assert len(set(counts)) > 4
 
 
-def test_what_the_policy_wants_in_the_host_tier_is_there_without_a_cap(model: LLaDA):
+def test_a_policy_can_keep_features_in_the_host_tier_without_a_cap(model: LLaDA):
     policy = make_policy("elastic_cache", hidden_tier="host", window=12)
     needed = bytes_of(model, policy, MemoryBudget())
     assert needed.streams is not None and [s.feature for s in needed.streams.streams] == [Feature.HIDDEN]

@@ -169,7 +169,7 @@ def test_a_block_is_written_into_its_pages_alone(shape: ModelShape):
         assert tiers.stats().stored[Tier.HOST] == stored + BATCH
 
 
-def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
+def test_rows_overwritten_on_their_way_do_not_come_back(shape: ModelShape):
     needed = bytes_of(shape)
     with open_for(Ledger(), lambda point, lane: 0.01 * (lane is Lane.FETCH)) as tiers:
         _, store = both(needed, tiers)

@@ -62,7 +62,7 @@ def test_order_of_calls(runtime: Runtime, make: type[Plain], block: list[str]):
     assert all(value.device.type == "cpu" for _, value in streamer.calls if value is not None)
 
 
-def test_drafts_show_proposals_where_nothing_is_fixed(runtime: Runtime):
+def test_drafts_show_proposals_of_open_tokens(runtime: Runtime):
     streamer = Drafting()
     out = runtime.generate(PROMPTS[:1], streamer=streamer, output_history=True, stop_at_eos=False, **SIZES)
     drafts, history = streamer.named("draft"), out.history
@@ -127,7 +127,7 @@ def test_text_iterator_streamer(embedded: Runtime):
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"block_length": 5}])
-def test_whoever_reads_a_call_that_fails_waits_for_nothing(embedded: Runtime, wrong: dict[str, Any]):
+def test_a_reader_of_a_failed_call_waits_for_nothing(embedded: Runtime, wrong: dict[str, Any]):
     streamer = TextIteratorStreamer(embedded.tokenizer, timeout=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"steps|block_length"):
         embedded.generate(CHAT, streamer=streamer, **wrong)
@@ -184,7 +184,7 @@ def test_nothing_is_sent_past_an_answer_that_ends_inside_a_block(prompt: int, ne
 
 
 @pytest.mark.parametrize("lengths", [(8, 7), (8, 5), (12, 7)])
-def test_all_tokens_are_sent_where_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
+def test_all_tokens_are_sent_if_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
     runtime = tiered.from_pretrained(GOLDENS / "sdar" / "sdar_tiny", dtype="float32")
     batch, call = padded(*lengths), dict[str, Any](max_new_tokens=8, block_length=4)
     longest = max(lengths)

@@ -53,7 +53,7 @@ def ns(times: Times) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("transport", [True], indirect=True)
-def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
+def test_a_copy_that_does_not_wait_is_stale(transport: ThreadTransport):
     """The control: asynchrony is real, so a missing wait shows in a result."""
     source, result = torch.zeros(8), torch.zeros(8)
     loaded = slowly_filled(transport, source, 5)
@@ -67,7 +67,7 @@ def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
 
 
 @pytest.mark.parametrize("transport", [False], indirect=True)
-def test_what_was_waited_for_is_there_on_return(transport: ThreadTransport):
+def test_a_wait_returns_when_the_load_is_there(transport: ThreadTransport):
     source = torch.zeros(8)
     event = transport.wait([slowly_filled(transport, source, 5)])
     assert event.done() and source.tolist() == [5] * 8
@@ -171,7 +171,7 @@ def test_many_callers(transport: ThreadTransport):
         assert [number for c, number in ran if c == caller] == list(range(200))
 
 
-def test_the_interpreter_ends_where_nobody_closes():
+def test_the_interpreter_ends_without_a_close():
     """Jobs that were handed over end first. No thread keeps the process alive, and none is killed at its work."""
     script = """
         import time, torch

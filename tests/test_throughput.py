@@ -35,7 +35,7 @@ def test_policies_stand_next_to_each_other_in_the_same_call():
         points_of(throughput, {**throughput.AXES, **RANDOM, "width": [100]}, COMMON)
 
 
-def test_a_row_is_what_the_runtime_says():
+def test_a_row_has_the_figures_of_the_runtime():
     (row,) = rows_of({"context": [96], "batch": [1], "policy": ["polestar"], "confidence": [None]})
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=96).prompt}]
     out = tiered.from_pretrained("embedded", policy="polestar", device="cpu").generate(

@@ -120,7 +120,7 @@ def test_every_layout_reads_the_same(write: Callable[..., Path], layout: str):
 
 
 @pytest.mark.parametrize("missing", ["vocab.json", "merges.txt", "tokenizer_config.json"])
-def test_no_tokenizer_where_a_file_is_missing(write: Callable[..., Path], missing: str):
+def test_there_is_no_tokenizer_if_a_file_is_missing(write: Callable[..., Path], missing: str):
     assert load_tokenizer(write({missing: None})) is None
 
 
@@ -153,7 +153,7 @@ def test_tokenizer_json_needs_no_settings(write: Callable[..., Path]):
     ],
     ids=["no JSON", "a list", "merges of nothing", "added tokens", "settings are a list", "code of its own"],
 )
-def test_what_cannot_be_read_is_an_error(
+def test_files_that_cannot_be_read_are_errors(
     write: Callable[..., Path], files: dict[str, str | None], settings: Any, message: str
 ):
     directory = write(files, **settings)

@@ -300,7 +300,7 @@ def test_compute(rig: Rig, transport: Transport):
 
 
 @pytest.mark.parametrize("lane", Lane)
-def test_a_copy_never_blocks_and_waits_for_what_is_before_it(rig: Rig, transport: Transport, lane: Lane):
+def test_a_copy_never_blocks_and_waits_for_earlier_jobs(rig: Rig, transport: Transport, lane: Lane):
     make_source, make_destination = rig.ends(lane)
     source, destination, gate = make_source(1), make_destination(0), Gate()
     event = transport.copy(lane, [Copy(source, destination)], after=[gate])
@@ -550,7 +550,7 @@ def test_close_with_a_failure_under_way(transport: Transport):
     failure(event, "the gate broke")
 
 
-def test_one_that_is_forgotten_leaves_no_threads(rig: Rig):
+def test_a_dropped_transport_leaves_no_threads(rig: Rig):
     transport = rig.make()
     end(transport.run(Lane.LOAD, nothing), transport.run(Lane.SAVE, nothing))
     assert len(lane_threads()) == 2
@@ -608,7 +608,7 @@ def test_two_thousand_jobs(rig: Rig, transport: Transport):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told(rig: Rig, transport: Transport):
+def test_a_forked_child_gets_errors(rig: Rig, transport: Transport):
     gate, destination = Gate(), rig.on_device()
     pending = transport.run(Lane.LOAD, nothing, after=[gate])
     fetched = transport.copy(Lane.FETCH, [Copy(rig.host(1), destination)], after=[pending])
@@ -727,7 +727,7 @@ def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtaine
     assert copied == [("wait", mark) for mark in marks]
 
 
-def test_what_the_host_alone_sees_is_waited_for_by_a_thread(
+def test_a_thread_waits_for_jobs_that_the_host_alone_sees(
     on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
 ):
     transport, gate = on_fakes(), Gate()

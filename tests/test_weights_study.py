@@ -31,7 +31,7 @@ def rows_of(part: str, **sizes: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_call_over_a_slow_link_is_told_beside_its_bounds():
+def test_a_call_over_a_slow_link_is_shown_beside_its_bounds():
     (row,) = rows = rows_of("stream")  # streamed layers answer as resident ones, or it raises
     assert row["resident_ms"] < row["bound_ms"] <= row["streamed_ms"] and row["synchronous_ms"] > row["copy_ms"] > 0
     assert 0 <= row["hidden_share"] <= 1 and row["forward_ratio"] == 1
@@ -49,7 +49,7 @@ def test_a_call_over_a_slow_link_is_told_beside_its_bounds():
         ([0.0, 4.0], 2.0, 1.0, 3.0, 1.0, 1.0),  # a forward without copies can hide none
     ],
 )
-def test_what_cannot_be_hidden_is_not_counted(
+def test_hidden_shares_are_of_time_that_can_be_hidden(
     copies: list[float], busy: float, exposed: float, streamed: float, hidden: float, over_bound: float
 ):
     way = WayStats(busy_ns=round(2e9 * busy), exposed_ns=round(2e9 * exposed))
@@ -106,7 +106,7 @@ def test_a_uniform_model_sees_noise_that_is_no_mask():
     assert 0 < row["kl"] < 1e-2
 
 
-def test_what_is_no_value_of_an_axis_is_named():
+def test_a_bad_value_of_an_axis_is_named():
     for axes, why in (
         ({"part": ["streams"]}, "'streams'"),
         ({"link": ["PCIe 7"]}, "PCIe 7"),

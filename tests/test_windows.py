@@ -62,7 +62,7 @@ def runtimes(random_model: Callable[..., DiffusionModel]) -> dict[str, Runtime]:
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("window", [None, 1, 4, 6, 50])
 @pytest.mark.parametrize("sight", WINDOWS)
-def test_what_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
+def test_columns_that_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
     # A canvas that ends within a block, spans that begin and end within blocks, and rows that are apart.
     length, block, shape = 21, 4, runtimes[sight].model.shape
     for clean in (0, 6, 12, length):
