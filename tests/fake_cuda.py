@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered", "clustering", "kernels", "offload"))
 DEVICE, HOST = torch.device("cuda:0"), torch.device("cpu")
 ATEN = torch.ops.aten
-# Of torch, those whose result has as many elements as only the device knows, or is one of the host.
+# Operations of torch whose result is on the host, or has a size that only the device knows.
 READS = {
     ATEN._local_scalar_dense, ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN._unique2, ATEN.unique_dim,
     ATEN.unique_consecutive, ATEN.bincount,
 }  # fmt: skip
 INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
 _NOTHING = nullcontext()
-LANES = "tiered "  # how the names of threads begin that only issue copies
+LANES = "tiered "  # beginning of the names of threads that only issue copies
 
 
 class DeviceTensor(Tensor):

@@ -28,7 +28,7 @@ for number, job in enumerate(json.loads(sys.stdin.readline())["jobs"]):
             os.kill(os.getpid(), signal.SIGSEGV)
         case "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            sys.stdin.read()  # until whoever asked is gone
+            sys.stdin.read()  # until the parent process is gone
         case "stop":
             os.kill(os.getppid(), int(value))
             time.sleep(600)

@@ -349,7 +349,7 @@ def test_tables_of_a_comparison_have_the_figures_of_its_rows():
     assert right.splitlines()[0].startswith(
         "|  | lists, 10 | sort, 0 | add, 0 | chain, 0 | lookup, 10 | threshold 0.9: all, 20 |"
     )
-    # The long lookup is none of the lookups; nothing is shown of what was not asked.
+    # The long lookup does not count as a lookup; a task that was not asked has an empty cell.
     assert "| `none` | 100 (72–100) |  |  |  | 90 (60–98) | 95 (76–99) | 2.00 | 4.00 |" in right  # noqa: RUF001
     assert "| `transformers, cache` | 30.0 | 4.00 (4.00–4.00) | 2.0 | 0.500 | 1.00 MiB | 0 | 1.00 KiB |" in costs_table  # noqa: RUF001
     assert "2 such pairs are apart by 10.0 % at the 80th percentile, by 10.0 % at most" in floor

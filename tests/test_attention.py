@@ -11,7 +11,7 @@ from tiered.models import attention
 from tiered.models.attention import Limits, attend
 
 ATEN = torch.ops.aten
-# What CUDA's backends answer with, by torch's own kernels for shapes alone.
+# Outputs of CUDA's backends, by torch's own kernels for shapes alone.
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "flash": lambda queries, keys, values, bias: ATEN._scaled_dot_product_flash_attention(queries, keys, values)[0],
     "efficient": lambda queries, keys, values, bias: ATEN._scaled_dot_product_efficient_attention(

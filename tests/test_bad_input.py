@@ -221,7 +221,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         ValueError, ["the tokenizer in", "up to 110", "[0, 100)"],
     ),
 }  # fmt: skip
-# What is found while weights are read.
+# Errors that are found while weights are read.
 BAD_WEIGHTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     "weight of NaN": (
         weights({WTE: torch.zeros(128, 32).index_fill(0, torch.tensor([7]), NAN)}), tiered.NonFiniteError,

@@ -17,7 +17,7 @@ from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import RowCode
 from tiered.models.attention import Limits, attend
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 CODES = [None, *RowCode]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -122,7 +122,7 @@ class Case:
         stored = (each if isinstance(each, Tensor) else each.values() for each in (self.keys, self.values))
         keys, values = (each.double().repeat_interleave(group, 1) for each in stored)
         hidden = self.hidden()[:, None].expand(-1, heads, -1, -1)
-        values = values.where(~hidden.all(2)[..., None], 0)  # what no row sees may be anything
+        values = values.where(~hidden.all(2)[..., None], 0)  # columns that no row sees may hold anything
         if self.sink_keys is not None and self.sink_values is not None:
             sinks = (each.double().expand(len(keys), -1, -1, -1) for each in (self.sink_keys, self.sink_values))
             keys, values = (torch.cat(both, 2) for both in zip(sinks, (keys, values), strict=True))
@@ -399,7 +399,7 @@ def test_the_cap_of_the_kernel(soft_cap: float):
     torch.testing.assert_close(case.by("triton")[0][0, 0, :, 0].double(), expected, rtol=1e-6, atol=3e-7)
 
 
-# Programs cover the device where rows are few, and no part is shorter than what pays for its program.
+# Programs cover the device if rows are few, and every part is long enough to pay for its program.
 @pytest.mark.parametrize(
     ("tiles", "length", "expected"),
     [(32, 32768, 8), (4, 131072, 66), (4, 1024, 4), (264, 131072, 1), (133, 131072, 1), (1, 255, 1), (1000, 9, 1)],

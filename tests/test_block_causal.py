@@ -252,7 +252,7 @@ def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token
     out = runtime.generate(ids, max_new_tokens=10, block_length=4)
     assert out.timings.tokens == tokens
     assert torch.equal(out.sequences[:, :10], ids)
-    # What was asked for comes all the same, where an end is no answer before so many tokens.
+    # If an answer may not end before so many tokens, they come all the same.
     longer = runtime.generate(ids, max_new_tokens=10, block_length=4, min_new_tokens=5)
     assert (longer.sequences[0, 10:15] != 126).all()
     assert (longer.sequences[0, 15] == 126) == (token == 126)

@@ -90,7 +90,7 @@ def folder(tmp_path: Path) -> Path:
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as here, contextlib.chdir(folder):  # its address is short
         here.bind("socket")
-    with contextlib.suppress(PermissionError):  # for the mighty alone; to others its row is one more of nothing
+    with contextlib.suppress(PermissionError):  # only root may make a device; for others nothing is there
         os.mknod(folder / "device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
     return folder
 
@@ -174,7 +174,7 @@ def test_a_file_system_that_keeps_no_files_is_refused(path: str, monkeypatch: py
 
 def test_a_folder_that_we_may_not_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tmp_path.chmod(0o555)
-    if os.geteuid() == 0:  # who may write anywhere but on a disk that is mounted to be read
+    if os.geteuid() == 0:  # root may write anywhere except on a read-only disk
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(ValueError, match=f"disk_path = '{tmp_path}' must be a writable folder"):
         MemoryBudget(disk_path=tmp_path)

@@ -168,7 +168,7 @@ class TestAlike:
         assert "chosen" not in str(tiered.plan("embedded", context=1024, policy="none"))
 
     def test_an_inspector_changes_no_choice(self):
-        # A budget that the call just fits: with what looks on it is refused, not answered otherwise.
+        # The call just fits the budget: with an inspector it is refused, and gets no other policy.
         ids = torch.full((1, 300), 7)
         runtime = tiered.from_pretrained("embedded", device="cpu")
         out = runtime.generate(ids, max_new_tokens=32)
@@ -209,7 +209,7 @@ class TestRegimes:
                 found[point] = ratio
         return found
 
-    def test_it_is_faster_than_none(self):
+    def test_the_choice_is_faster_than_none(self):
         found = self.ratios(Auto(), {"none", "attended"})
         slower = {point: ratio for point, ratio in found.items() if ratio > self.TIE}
         # Half of the cache goes over a slow link.

@@ -72,7 +72,7 @@ def test_clusters_of_every_group(case: tuple[Tensor, tuple[tuple[int, int], tupl
     inside = torch.zeros(groups, length, dtype=torch.bool)
     for first, stop in areas:
         inside[:, first:stop] = here[:, first:stop]
-    # What is outside the areas or invalid is never looked at.
+    # Rows outside the areas and invalid rows are never read.
     indices = cluster_areas(hidden.where(inside[..., None], torch.nan), areas, clusters, valid=valid)
     assert len(indices) == groups
     for group, index in enumerate(indices):

@@ -23,7 +23,7 @@ from tiered.kernels.choice import for_device
 TESTS = Path(__file__).resolve().parent
 KERNELS = TESTS.parent / "kernels"
 
-# Runs where TRITON_INTERPRET is unset: the interpreter's kernels cannot be compiled. Prints what went wrong, by name.
+# Runs where TRITON_INTERPRET is unset: the interpreter's kernels cannot be compiled. Prints errors by name.
 COMPILE = """
 import importlib.util, json, re, sys
 from pathlib import Path
@@ -103,7 +103,7 @@ COMPILATIONS = {compilations}
 POINTERS = {"source": "*u8", "target": "*fp32"}
 ONCE = f"(Compilation(kernel=kernel, types={POINTERS}),)"
 COPY = "tl.store(target + at, tl.load(source + at).to(tl.float32))"
-# What the interpreter runs, or never sees, and sm_90 refuses: each by the construct.
+# Constructs that the interpreter runs or never sees, and sm_90 refuses.
 REFUSED = {
     "e2m1_conversion": "x = tl.load(source + at).to(tl.int16)\n    "
     'asm: tl.constexpr = "{ .reg .b8 x; cvt.u8.u16 x, $1; cvt.rn.f16x2.e2m1x2 $0, x; }"\n    '

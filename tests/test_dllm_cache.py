@@ -97,7 +97,7 @@ def test_sequences_of_the_official_code(tiny: Runtime, case: str, chosen: Chosen
 
 
 def test_logits_of_the_official_code(tiny: Runtime):
-    # Twelve forwards on given tokens through one cache, without what sampling feeds back.
+    # Twelve forwards on given tokens through one cache, without tokens of a sampler.
     ids, logits = (TENSORS[f"forward_seq.Kp8_Kr4_rho0.25.{name}"] for name in ("input_ids", "gen_logits"))
     canvas = Canvas(ids[:1, :24].long(), torch.zeros(1), max_new_tokens=32, block_length=32, mask_token_id=511)
     policy = parity.policy("dllm_cache", prompt_interval=8, response_interval=4, update_ratio=0.25)
@@ -305,7 +305,7 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
     assert oracle.gap > 1e-5, oracle.gap
 
 
-# ---- what the options are worth ----
+# ---- effects of the options ----
 
 CALL: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False, "output_history": True}
 PROMPT = torch.randint(0, 480, (1, 17), generator=torch.Generator().manual_seed(1))
@@ -385,7 +385,7 @@ def test_sequences_of_a_batch_keep_their_own_clocks(
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(0, 480, (length,), generator=generator) for length in UNEVEN]
     if call["stop_at_eos"]:
-        # Whatever the second sequence writes third is its end.
+        # The third token of the second sequence is its end.
         free = runtime.generate(prompts[1][None], **{**call, "stop_at_eos": False})
         monkeypatch.setattr(runtime.model, "eos_token_id", int(free.sequences[0, UNEVEN[1] + 2]))
     alone = [runtime.generate(prompt[None], **call) for prompt in prompts]

@@ -17,7 +17,7 @@ from tiered.core.rows import Rows
 from tiered.policies.polestar import drift
 from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
-LAW = 1e-5  # |measured − defined|, relative where the drift is above 1
+LAW = 1e-5  # |measured − defined|, relative if the drift is above 1
 ROUNDING = 2**-8  # of what columns give, up to which it counts as unmoved
 BLOCK = Rows.span(18, 24)
 HERE = slice(0, BLOCK.count)

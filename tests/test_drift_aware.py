@@ -95,7 +95,7 @@ def test_the_rule_token_by_token(rule: DriftAware, steps: list[list[list[tuple[f
     batch, length = len(steps[0]), len(steps[0][0])
     expected = [token_by_token(rule, [step[i] for step in steps]) for i in range(batch)]
     state = rule.start(1)
-    for _ in range(2):  # the second block must know nothing of the first
+    for _ in range(2):  # the first block must not change the second
         pending = torch.ones(batch, length, dtype=torch.bool)
         state.begin_block(pending)
         for number, step in enumerate(steps):

@@ -25,7 +25,7 @@ from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, Tra
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
 
-# By type, what one is made with, and part of what it says.
+# By type: its arguments, and a part of its message.
 ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
     TierCapacityError: (
         (3000, 1000, Tier.HOST, "", 36 << 10),
@@ -70,7 +70,7 @@ def test_errors_travel(kind: type[Exception], way: str):
     }
 
 
-# What another process runs, which has not to import this file.
+# Code for another process, which then need not import this file.
 ALLOCATE = """
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account

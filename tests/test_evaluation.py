@@ -302,7 +302,7 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     lm = TieredLM.create_from_arg_string(
         "pretrained=embedded,policy=polestar,policy_clusters=4,policy_top_m=1,memory=64MiB,host_memory=8MiB,"
         "dtype=bfloat16,batch_size=3,threshold=0.9,gen_length=64",
-        # What the harness's command line adds whether it was given or not.
+        # Options that the harness's command line always adds.
         {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},
     )
     assert lm.batch_size == 3 and lm.runtime.dtype == torch.bfloat16
@@ -411,7 +411,7 @@ def test_cached_answers_are_not_computed_again(lm: TieredLM, tmp_path: Path, mon
                 else:
                     assert caching.generate_until(requests) == expected
             answered.append(totals(lm)["sequences"] - done)
-        # Those that were done before the interruption are in the cache; afterwards all are.
+        # Answers from before the interruption are in the cache; afterwards all are.
         assert 0 < answered[0] < 12 and answered[1:] == [12 - answered[0], 0]
     finally:
         lm.set_cache_hook(before)

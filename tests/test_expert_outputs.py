@@ -21,7 +21,7 @@ from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
 from tiered.models.shape import Experts
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 EXPERTS, PICKED, WIDTH, INNER = 7, 3, 72, 40
 # Of the largest number. The interpreter cuts bfloat16 instead of rounding it, at each of three steps.

@@ -63,8 +63,8 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive": {"tokens_per_step": 2, "block_steps": 4, "seed": 3},
     "ancestral": {"commit": "ancestral", "block_steps": 4, "seed": 5},
 }
-# Waits outside of layers for each forward, and inside for each layer of one, at most: these numbers only fall. In the
-# first ones is what a call waits for at its begin and end.
+# Waits outside of layers for each forward, and inside for each layer of one, at most: these numbers only fall. The
+# first ones include waits at the begin and end of a call.
 WAITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(policies_for("canvas"), (1.33, 0.0)),
     "dkv_decode": (2.17, 0.0),

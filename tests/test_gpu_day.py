@@ -107,7 +107,7 @@ def test_the_parts_run_in_order_and_the_file_is_named_after_the_device(run, tmp_
     assert done.kept["seconds"] == done.last["seconds"] > 0 and done.last["stopped_by"] is None
     assert done.last["rows"]["steps"] == {"ok": 1, "failed": 1} and done.last["rows"]["copies"] == {"skipped": 1}
     assert done.last["failed"] == ["kernels: e: segv", "steps: c: wrong"] and done.last["more_failed"] == 0
-    # One line for each row, and in the summary what failed comes before everything else.
+    # One line for each row, and in the summary failures come before everything else.
     assert "steps: c: wrong run 0: failed" in done.err and done.err.count("\n") == len(done.rows)
     assert done.out.index("steps: c") < done.out.index("not measured") < done.out.index("no such device")
 
@@ -131,7 +131,7 @@ def test_some_parts_alone_still_begin_with_the_machine(run):
 
 
 def test_a_machine_that_cannot_be_asked_has_no_name(run):
-    for _ in range(2):  # such a file is nobody's to keep
+    for _ in range(2):  # such a file is written over
         done = run({"machine": ["a: segv"]}, "--parts", "copies")
         assert done.file.name == "unknown-device.json" and done.code == 1 and done.kept["device"] is None
         assert done.rows["copies a: ok"]["status"] == "ok"
@@ -144,7 +144,7 @@ def test_a_file_that_is_there_is_not_written_over(run, processes: Path, capsys: 
         run(MACHINE, "--parts", "copies")
     err = capsys.readouterr().err
     assert ended.value.code == 2 and f"{STEM}.json" in err and "--replace" in err and "--label" in err
-    # Said when nothing but the machine was looked at, and without a trace.
+    # The error comes after the machine's part alone, and without a trace.
     assert "Traceback" not in err and first.file.read_bytes() == before
     assert len(list(processes.iterdir())) == started + 1
     assert list(run(MACHINE, "--parts", "copies", "--replace").last["rows"]) == ["machine", "copies"]
@@ -270,7 +270,7 @@ def test_a_full_disk_is_named_once_and_costs_no_row(run, tmp_path: Path, monkeyp
     assert done.last["rows"] == {"machine": {"ok": 1}, "copies": {"ok": 2}, "steps": {"failed": 1}}
     assert done.last["file_error"] == (None if room_again else "No space left on device")
     assert done.code == 1 and "steps: c" in done.out and not list(tmp_path.rglob("*.part"))
-    # What was written before is whole.
+    # The file that was written before is whole.
     assert len(done.rows) == (4 if room_again else 2) and "copies a: ok" in done.rows
 
 
@@ -324,7 +324,7 @@ def test_it_ends_at_its_deadline_even_if_it_hangs(worker: str, tmp_path: Path):
     command += ["--minutes", "0.03", "--parts", "copies", "--worker", worker]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Timeout" in done.stderr
-    # Nothing of what was measured is lost.
+    # No measured row is lost.
     kept = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
     assert {row["part"] for row in kept["rows"]} == {"machine", "copies"} and kept["seconds"] is not None
 
@@ -450,7 +450,7 @@ def test_the_whole_rehearsal_as_a_user_runs_it(tmp_path: Path):
             "weights": "accelerate offloads from a GPU alone",
         }[row["part"]]
         assert why in row["why"]
-    # Every target finds its figure at the sizes of a rehearsal as at those of a model; what only a device counts, not.
+    # Every target finds its figure at the sizes of a rehearsal as at those of a model, unless only a device counts it.
     longest = {"96": "1024", "160": "32768"}
     for row in rows:
         if row["part"] == "steps":

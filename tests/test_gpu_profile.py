@@ -201,7 +201,7 @@ def test_a_small_trace_keeps_the_work_of_the_device(tmp_path: Path):
     counts = Counter(event.get("cat") for event in kept["traceEvents"])
     assert counts["kernel"] == 7 and counts["gpu_memcpy"] == 3 and counts["ac2g"] == 11
     assert not {"cpu_op", "gpu_user_annotation", "Trace"} & set(counts)
-    # What is left serves for the same figures.
+    # The rest gives the same figures.
     read = part("profile_counts").ProfiledCall
     assert read(kept, KINDS).by_kind() == read(sample().trace(), KINDS).by_kind()
 

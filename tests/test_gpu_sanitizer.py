@@ -24,7 +24,7 @@ from tiered.offload.transport import Lane
 
 ROOT = Path(__file__).resolve().parents[1]
 RAN = {"ran": ["one", "two"], "wrong": []}
-# The tool says a part of what it has to say before the program runs, and the rest when that has ended.
+# The tool prints a part of its output before the program runs, and the rest after its end.
 TOOL = """#!/usr/bin/env python3
 import json, os, subprocess, sys
 script = json.loads(os.environ["FAKE_TOOL"])

@@ -47,7 +47,7 @@ def run(part: ModuleType, folder: Path, names: list[str], *, workers: int, secon
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 60.0), (0, 6.0)])
 def test_every_outcome_is_reported(part: ModuleType, tmp_path: Path, workers: int, seconds: float):
-    # Another process takes the place of one that dies; what never ends costs nothing of what ended before it.
+    # Another process takes the place of one that dies. A test that never ends costs no earlier outcome.
     names = [name for name in FILES if name != ("hangs" if workers else "dies")]
     row = run(part, tmp_path, names, workers=workers, seconds=seconds)
     failed = {Path(failure["test"].partition("::")[0]).stem: failure["why"] for failure in row["failures"]}

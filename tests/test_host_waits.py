@@ -99,7 +99,7 @@ def test_other_threads_and_other_warnings_do_not_count(modes: list[Any]):
 
 def test_everything_is_as_it_was(modes: list[Any]):
     before = torch.cuda.synchronize, FakeEvent.synchronize, warnings.showwarning, list(warnings.filters)
-    modes.append(2)  # somebody wants errors
+    modes.append(2)  # the caller wants errors
     with pytest.raises(KeyError), host_waits():
         assert modes[-1] == "warn"
         raise KeyError

@@ -117,7 +117,7 @@ def upward(names: Iterable[str], importer: str) -> list[str]:
     wrong = []
     for name in names:
         if name.split(".")[0] in ("bench", "tests", *TOP[1:]):
-            wrong.append(name)  # our folders have no name outside `tiered`; bench/ and tests/ are for nobody
+            wrong.append(name)  # our folders have no name outside `tiered`; no room may import bench/ and tests/
         elif (room := room_of(module_behind(name))) and ORDER.index(room) < ORDER.index(room_of(importer)):
             wrong.append(name)
     return wrong
@@ -198,7 +198,7 @@ def offenders(room: str, check: Callable[[ast.Module], list[str]]) -> dict[str, 
 
 @pytest.mark.parametrize("folder", FILES)
 def test_imports_run_down_the_order_of_rooms(folder: str):
-    # Those for the type checker alone and those inside functions count as well.
+    # Imports for the type checker alone and imports inside functions count as well.
     wrong = {
         name: upward(imports(ast.walk(parsed(path)), package_of(path)), name)
         for name, path in MODULES.items()

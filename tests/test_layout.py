@@ -24,7 +24,7 @@ from tiered.models.locate import checkpoint_directory
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "offload", "clustering"]
 
-# Every model imports this file, and this file from a package named `kernels` where one can be found.
+# Every model imports this file, and this file from a package named `kernels` if one can be found.
 OF_KERNELS = "from transformers.integrations.hub_kernels import use_kernel_forward_from_hub as it; print(it.__name__)"
 
 
@@ -146,7 +146,7 @@ def test_the_error_for_a_model_outside_the_wheel_names_its_place(tmp_path: Path,
 @pytest.mark.long
 def test_the_wheel_answers_in_an_empty_environment(tmp_path: Path):
     """A newcomer has the wheel, and the packages that pip brings with it: every line of README.md under Use runs."""
-    # A copy, because a build leaves folders where it works, and takes what it finds in them.
+    # A copy, because a build leaves folders in its source tree, and takes files from them.
     source = tmp_path / "source"
     left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "bench", "tests", "__pycache__")
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)

@@ -228,4 +228,4 @@ def test_lenders_give_up_as_much_as_a_booking_needs():
     ledger.check_integrity()
     assert ledger.report().tiers[Tier.HOST].required == 90
     del lender, other
-    assert ledger.idle(Tier.HOST) == 0  # whoever has gone lends nothing
+    assert ledger.idle(Tier.HOST) == 0  # a lender that is gone lends nothing

@@ -68,7 +68,7 @@ def test_every_point_has_its_rows_and_a_second_command_measures_anew(run, tmp_pa
     (stamp,) = about["stamps"].values()
     assert {"revision", "processor", "torch"} <= stamp.keys() and about["command"].startswith("python")
     assert not list((tmp_path / "out" / "points").glob("*.json"))
-    # What it prints is read from the same rows, and is there without measuring.
+    # Its output is made of the same rows, and needs no measuring.
     shown = run("--show")
     tables = shown.out.rpartition("{")[0]
     assert shown.begun == [] and "| C 8, M 2 |" in tables and first.out.startswith(tables)
@@ -95,7 +95,7 @@ def test_rows_that_rest_on_something_else_are_put_aside(run, tmp_path: Path, cha
     assert not {row["point"] for row in rows} & {row["point"] for row in old}
     kept = read_table(tmp_path / "out" / "rows.1.parquet")[0]
     assert [row["point"] for row in kept] == [row["point"] for row in old]
-    # What is no table at all is nobody's to delete either.
+    # A file that is no table is not deleted either.
     (tmp_path / "out" / "rows.parquet").write_text("mine")
     run("--policy", "none")
     assert (tmp_path / "out" / "rows.2.parquet").read_text() == "mine"
@@ -155,7 +155,7 @@ def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tm
     }
     for batch, (status, why) in expected.items():
         assert (rows[batch]["status"], rows[batch]["why"]) == (status, why) and "correct" not in rows[batch]
-    # They are known until somebody asks for another try, and what was refused stays so.
+    # They are known until another try is asked for, and refused points stay refused.
     assert run(*both, "--keep").begun == []
     third = run(*both, "--retry", "--filter", "batch=901|906|907|8")
     assert sorted(batch for *_, batch in third.begun) == [901, 907] and third.last["failed"] == 1
@@ -163,7 +163,7 @@ def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tm
 
 
 def test_a_refused_call_is_a_row_and_no_failure(run, tmp_path: Path):
-    # Through the process that measures for people: its error and that of the workload are one class.
+    # Through the real worker: its error and that of the workload are one class.
     own = shlex.join(WORKER)
     ended = run("--policy", "none", "--budget", "1KiB", "--examples", "sort:1", "--worker", own)
     assert ended.code == 0 and ended.last["refused"] == 1
@@ -276,7 +276,7 @@ def test_ended_by_ctrl_c_and_killed_at_random_moments_it_resumes_to_the_same_tab
     assert "measurements are missing; the same command goes on" in done.stderr
     assert [end["exit"] for end in ends] == kills * [-9], "a kill came too late to hit anything"
     begun, kept = log.read_text().count("\n"), len(list((killed / "points").glob("*.json")))
-    # Each of the ends may have cost what was being measured, and nothing more.
+    # Each of the ends may have cost the point that was being measured, and nothing more.
     assert begun - kills - 1 <= kept <= begun and kept < 3 * points
     assert measure.main(command) == 0
     assert measure.main([*grid, "--out", str(whole), "--worker", worker(tmp_path / "log of whole")]) == 0

@@ -76,7 +76,7 @@ def test_unbooked_bytes_are_a_failed_row(model: LLaDA, monkeypatch: pytest.Monke
     def greedy(self: FeatureStore, sizes: CallShape, *others: Any) -> None:
         made(self, replace(sizes, context=sizes.context + 64), *others)
         for tensor in chain.from_iterable(self._tensors.values()):
-            tensor.zero_()  # what nobody writes would else be NaN
+            tensor.zero_()  # numbers that are never written would else be NaN
 
     monkeypatch.setattr(FeatureStore, "__init__", greedy)
     kept, *_ = memory.checks(Runtime(model, policy=make_policy("fast_dllm_dual")), IDS, **CALL, block_length=16)

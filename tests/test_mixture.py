@@ -301,7 +301,7 @@ def test_experts_may_be_quantised_already(
     assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
 
 
-# By who writes them: a config, what is coded of the matrices of layers, and the layout of a coded one.
+# By writer: a config, the matrices of layers that are coded, and the layout of a coded one.
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "ModelOpt's recipe for DiffusionGemma": (GEMMA, (".experts.",), "ModelOpt NVFP4"),
     "llm-compressor's FP8 of DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),

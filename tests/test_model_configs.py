@@ -372,7 +372,7 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (LLADA, {"attention_bias": True}, "attention_bias = True"),
         (LLADA, {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
         (DREAM, {"attention_bias": False}, "attention_bias = False"),
-        # What the official forward of a family reads, with a value for which it computes something else.
+        # Keys that the official forward of a family reads, with a value for which it computes something else.
         *(
             (LLADA, {key: value}, rf"forward does not implement settings of config.json: {key} = {value!r} \(allowed: ")
             for key, value in {

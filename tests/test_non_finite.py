@@ -63,7 +63,7 @@ def largest(weight: Tensor):
 
 
 BROKEN: dict[str, list[tuple[Callable[[Tensor], object], str]]] = {
-    # What layers make of the last is finite in every number, and the next norm would make zeros of it.
+    # After the last damage, outputs of layers are finite in every number, but the next norm would make zeros of them.
     "float32": [(nan, "A weight"), (infinite, "A weight"), (times(1e25), "A weight")],
     "float16": [(largest, "float16 ends at 65504; load with dtype = 'bfloat16' or 'float32'")],
 }
@@ -180,7 +180,7 @@ def test_tokens_fixed_before_the_error_are_kept(variant: str):
     assert forward >= first[late]
     assert error.what == "the norm of a token's embedding"
     assert error.answers is not None and torch.equal(error.answers, healthy[forward][:, 17:])
-    if forward < 6 or variant.partition(",")[0] != "polestar":  # clustering does not say whose rows
+    if forward < 6 or variant.partition(",")[0] != "polestar":  # clustering does not name the sequence
         assert error.sequences == [1]
 
 

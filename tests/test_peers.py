@@ -29,7 +29,7 @@ peers = study_named("peers")
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 TINY = {"prompt": [70], "answer": [8], "block": [4], "width": [64], "layers": [1], "examples": ["add:1"]}
 WITHOUT = {"paths": {"embedded": "embedded"}, "official": {"code": None, "python": None}}
-# What a checkout of Fast-dLLM has, as far as it is called: it answers with the block's length, or fails.
+# The parts of a checkout of Fast-dLLM that are called: it answers with the block's length, or fails.
 FAST = dedent(
     """
     import torch
@@ -110,7 +110,7 @@ def test_tasks_have_right_answers_and_whole_ones():
     (point,) = settings_of(match=["none"], model=["embedded"], rule=["one"], block=[8])
     _, ours, theirs = matches.measure(point, **WITHOUT)
     assert ours["task"] == "add" and ours["correct"] == theirs["correct"] == ours["examples"] == 1
-    # Also what comes behind the end: nobody stops there.
+    # Also tokens behind the end: no peer stops there.
     assert theirs["same_answers"] == 1 and theirs["nfe"] == 8
 
 

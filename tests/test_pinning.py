@@ -112,7 +112,7 @@ class FakeCupy:
                     fake.live -= self.size
 
         def pointer(memory: PinnedMemory, offset: int) -> object:
-            buffer = (ctypes.c_ubyte * (memory.size + 100))()  # numpy is to be told the count
+            buffer = (ctypes.c_ubyte * (memory.size + 100))()  # numpy needs the count
             buffer.memory = memory  # pyright: ignore[reportAttributeAccessIssue]
             assert offset == 0
             return buffer

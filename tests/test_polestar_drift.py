@@ -31,7 +31,7 @@ from tiered.runtime import Runtime
 pytestmark = pytest.mark.usefixtures("few_slots")
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
-LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
+LAW = 1e-5  # |incremental − full|, relative if the drift is above 1
 MASK, BLOCK = 511, 8
 MEASURE = LayerState.measure
 
@@ -288,7 +288,7 @@ def test_updates_happen_when_enough_was_committed(
     assert (len(expected) > 1) == (threshold < 9 or bool(options))
     for number, plan in enumerate(plans):
         assert (plan.kind is StepKind.UPDATE) == (number in expected)
-        if plan.kind is StepKind.STEP:  # what any cache's step is
+        if plan.kind is StepKind.STEP:  # a step as in any cache
             assert plan.program is None and out.rows_per_step[number] == BLOCK
     assert len(plans) == out.num_forwards and out.steps_by_kind.get("update", 0) == len(expected)
 

@@ -105,7 +105,7 @@ def same(first: GenerationOutput, second: GenerationOutput) -> bool:
     )
 
 
-# --- what is fetched
+# --- fetches
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_batch_is_its_sequences(runtime: Runtime, policy: str, monkeypatch: py
         assert torch.equal(out.sequences[row, -24:], one.sequences[0, -24:])
     for length in lengths:
         for found, expected in zip(stores.left[length], alone_stores.left[length], strict=True):
-            # Some 40 float32 roundings: a row is off by 2⁻¹⁸ of itself, and by 2⁻⁸ where something else was chosen.
+            # Some 40 float32 roundings: a row is off by 2⁻¹⁸ of itself, and by 2⁻⁸ if something else was chosen.
             assert ((found - expected).norm(dim=-1) <= 2**-16 * expected.norm(dim=-1)).all()
 
 

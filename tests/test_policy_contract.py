@@ -109,7 +109,7 @@ def test_logits_of_pending_rows_alone(history: Callable):
 
 
 def test_a_token_without_a_predicting_row_is_not_committed(runtime: Runtime):
-    # Two pending columns a step, the last first, whatever the others would say: their rows have no logits.
+    # Two pending columns a step, the last first: rows of the others have no logits.
     seen: list[list[int]] = []
 
     def backwards(step: Step) -> Pass:
@@ -189,7 +189,7 @@ def test_guidance_that_is_computed_at_times(runtime: Runtime):
         return out.sequences.tolist(), sequences[:: runtime.model.shape.layers]
 
     always, _ = answer(lambda step: None)
-    # Every forward by name is the same but for the order of the sums.
+    # Every forward by name is the same except for the order of the sums.
     assert answer(lambda step: (True,) * 3) == (always, [6] * len(answer(lambda step: None)[1]))
     seldom, sequences = answer(lambda step: (step.number == 0,) * 3)
     assert seldom != always and set(sequences) == {3, 6}

@@ -213,7 +213,7 @@ def test_files_of_compressed_tensors_are_read(written: Callable[..., dict[str, T
 Q = QUANTISED[0].removesuffix(".weight")
 FP8, AO_CODES = compressed(8, "float", "channel"), f"{Q}._weight_qdata"
 OPT_SCALES = ("weight_scale", "weight_scale_2")
-# What is written: a configuration, a layout, changes of tensors and of metadata.
+# Written checkpoints: a configuration, a layout, changes of tensors and of metadata.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": (
         {"quantization": {"quant_method": "gptq"}},

@@ -81,10 +81,10 @@ def test_tables_name_winners_and_borders_and_noise_decides_nothing():
     tables = regimes.tables(rows)
     lines = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in tables["regimes"].splitlines()}
     assert tables["regimes"].startswith("`none` twice, 2 times: apart by 5.0% at the 80th percentile, by 5.0% at most.")
-    # Both are the fastest where noise may have told them apart; rows and bytes are exact.
+    # Both are the fastest, because noise may explain their difference; rows and bytes are exact.
     assert lines["512 blocks=4"][1:5] == ["fast_dllm_dual, none", "polestar", "none", "1.02"]
     assert lines["2048 blocks=4"][1:5] == ["polestar", "fast_dllm_dual", "none", "2.00"]
-    # What moves nothing takes part beside a link; what was refused says so.
+    # A policy that moves nothing takes part beside a link; a refused one is shown as refused.
     assert lines["2048 blocks=4 link=10"][1] == "fast_dllm_dual" and "4.50" in lines["2048 blocks=4 link=10"]
     assert "refused" in lines["2048 blocks=4 budget=0.5"]
     border = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in tables["border"].splitlines()}

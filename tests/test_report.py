@@ -93,7 +93,7 @@ def test_of_like_policies_the_simplest_wins_and_a_link_slows_only_policies_that_
         (256, 1, None): ("none", "2.0×"),  # noqa: RUF001
         (1024, 1, None): ("fast_dllm_dual", "1.5×"),  # noqa: RUF001
         (4096, 1, None): (None, "refused"),
-        # Half a per cent apart, where `none` measured twice differs by up to two.
+        # Half a per cent apart; `none` measured twice differs by up to two.
         **{(context, 2, None): ("none", "≈") for context in (256, 1024)},
         # `polestar` moves, the others are as they were.
         (256, 1, 10): ("none", "1.5×"),  # noqa: RUF001
@@ -107,7 +107,7 @@ def test_of_like_policies_the_simplest_wins_and_a_link_slows_only_policies_that_
     assert told.startswith("The fastest policy is `none` in 4 of 6 calls; `fast_dllm_dual` in 1, from 1024 tokens on")
 
 
-def test_the_frontier_is_of_the_right_ones_whose_bytes_a_ledger_has_booked():
+def test_the_frontier_is_of_right_policies_whose_bytes_a_ledger_has_booked():
     found = {row["policy"]: row for row in pareto.table(rows_of("compare"))}
     assert {name for name, row in found.items() if row["frontier"]} == {"none", "polestar"}
     assert {name for name, row in found.items() if row["right"]} == {"none", "polestar", "transformers, cache"}
@@ -207,12 +207,12 @@ def test_the_page_has_every_picture_with_words_a_table_and_the_command(whole: Si
         assert len(re.findall(r'<svg role="img" aria-label="[^"]{20,}"', sections[name])) == 2, name
         assert sections[name].count("<tbody>") >= 1 and "<figcaption" not in sections[name]
         assert all(f"<code>python bench/measure.py {study}</code>" in sections[name] for study in each.studies)
-    # What rows hold is text, and means nothing in HTML or Markdown.
+    # Values of rows are text, and mean nothing in HTML or Markdown.
     assert "polestar &amp; &lt;co&gt;" in whole.page and "<co>" not in whole.page and "<b>4" not in whole.page
     assert "weights take 7 MiB \\| the budget is \\<b>4" in whole.text
     assert "refused</td>" in sections["accuracy"] and "died" in sections["accuracy"]
     assert "test processor" in sections["made"]
-    # Colours are variables, and what has an id has it once.
+    # Colours are variables, and each id occurs once.
     assert not set(re.findall(r'"#[0-9a-f]{6}"', "".join(sections.values()))) & set(
         map('"{}"'.format, theme.LIGHT.values())
     )

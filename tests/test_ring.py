@@ -66,7 +66,7 @@ class RingMachine(RuleBasedStateMachine):
         assert slot.index == self.free.pop(0)
         assert slot.bytes.numel() == SLOT_BYTES
         assert slot.bytes.storage_offset() == slot.index * SLOT_BYTES
-        # Whoever writes it next waits for all that is unfinished, well or badly; whoever reads it waits for no one yet.
+        # The next writer waits for all that is unfinished, well or badly; a reader waits for nothing yet.
         before = slot.fence.before_write()
         assert len(before) == len(self.unfinished[slot.index])
         assert slot.fence.before_read() == ()
@@ -79,7 +79,7 @@ class RingMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.held))
         if slot in self.writes and not (self.writes[slot].over and all(read.over for read in self.reads[slot])):
             return
-        self.end_all(slot.index)  # what its writer was told to wait for
+        self.end_all(slot.index)  # events that its writer waits for
         self.writes[slot], self.reads[slot] = Switch(), []
         slot.fence.writes(self.writes[slot])
         self.unfinished[slot.index].add(self.writes[slot])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.kernels import rms_norm_ref
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 # Batch, rows, width.
 SHAPES = {

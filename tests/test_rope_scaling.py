@@ -83,7 +83,7 @@ def shape_and_rotation(config: Mapping[str, Any]) -> tuple[int, int, Rotation]:
             512,
             64,
         ),
-        # What the config promises stays, whatever a scaling would make of fewer positions.
+        # The config's positions stay, even if a scaling would reach fewer.
         (
             {"rope_scaling": {"rope_type": "ntk", "factor": 2, "original_max_position_embeddings": 64}},
             {"rope_scaling": {"rope_type": "ntk", "factor": 2, "original_max_position_embeddings": 64}},

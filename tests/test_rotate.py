@@ -12,7 +12,7 @@ from tiered.kernels.rotate_ref import HeadNorms
 from tiered.models.rope import Rotary
 from tiered.models.rotation import Rotation
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 LENGTH = 50
 # Batch, tables (0: none is asked by column), heads, rows, head_dim.

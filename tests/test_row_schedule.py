@@ -48,8 +48,8 @@ def history(runtime: Runtime, policy: str, options: dict[str, Any], rule: dict[s
     return torch.stack(out.history)
 
 
-# What a sequence recomputes, from its own count of forwards `n`, the number `k` of the step in the block, the block's
-# columns [a, b), and `at`: by column, the forward that fixed its token (None: none has).
+# Columns that a sequence recomputes, from its own count of forwards `n`, the number `k` of the step in the block, the
+# block's columns [a, b), and `at`: by column, the forward that fixed its token, or None.
 def every(*_: Any) -> set[int]:
     return set(range(LENGTH))
 

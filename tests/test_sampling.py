@@ -63,7 +63,7 @@ def test_the_mask_token_is_never_proposed(temperature: float):
         others = logits.clone()
         others[..., MASK] = -math.inf
         assert torch.equal(found.tokens, others.argmax(-1))
-    # It keeps its share of the probability: where the model wants a mask, no other token is certain.
+    # It keeps its share of the probability: if the model wants a mask, no other token is certain.
     assert found.confidence.max() < 1e-4
     torch.testing.assert_close(found.confidence, softmax_at(logits, found.tokens), rtol=1e-5, atol=0)
 
@@ -93,7 +93,7 @@ def test_doubt_is_exact_near_certainty(doubt: float):
     logits = torch.zeros(1, 4, vocab)
     logits[:, torch.arange(4), torch.tensor([0, 1, 500, 999])] = math.log((vocab - 1) * (1 - doubt) / doubt)
     found = proposed(logits)
-    # What the rounded logit means, in float64; behind 1 − p, a float64 near 1 has steps of 1.1e-16.
+    # The probability by the rounded logit, in float64; behind 1 − p, a float64 near 1 has steps of 1.1e-16.
     exact = (vocab - 1) / ((vocab - 1) + logits.double().amax(-1).exp())
     torch.testing.assert_close(1 - found.confidence, exact, rtol=2e-6, atol=2e-16)
     assert exact[0, 0] == pytest.approx(doubt, rel=1e-5)
@@ -207,7 +207,7 @@ def test_a_seed_leaves_torchs_stream_alone():
     assert torch.equal(torch.rand(1), expected)
 
 
-# ---- what is cut, and other kinds of confidence ----
+# ---- cuts, and other kinds of confidence ----
 
 CUTS: dict[str, dict[str, Any]] = {
     "uncut": {},
@@ -375,7 +375,7 @@ def test_properties_of_sampling_options(options: dict[str, Any], cuts: bool, by_
     assert (sampling.cuts, sampling.by_row, sampling.needs_room) == (cuts, by_row, needs_room)
 
 
-# ---- what rules draw from ----
+# ---- draws of rules ----
 
 
 def test_a_block_draws_as_each_row_alone_while_others_wait():

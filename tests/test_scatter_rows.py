@@ -20,7 +20,7 @@ def scatter(implementation: str) -> Callable[..., None]:
     return scatter_rows.scatter_rows
 
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 SHAPES = {
     "plain": (2, 2, 50, 24, 11),

@@ -39,7 +39,7 @@ CHECKPOINTS = {
     "llada2": "llada2/llada2_tiny",
     "diffusion-gemma": "diffusion_gemma/dgemma_tiny",
 }
-# What requests may ask for, by whether the model knows masks. Steps of 8, 16 or more rows are shared; not those of 6.
+# Options of requests, by the noise of the model. Steps of 8, 16 or more rows are shared; not those of 6.
 MASKS: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_length": 16, "steps": 8},
     {"max_new_tokens": 48, "block_length": 16, "confidence_threshold": 0.3},
@@ -63,7 +63,7 @@ RANDOM: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_steps": 3},
     {"max_new_tokens": 20, "block_length": 8, "entropy_bound": 4.0, "t_max": 0.3, "t_min": 0.1, "block_steps": 4},
 ]
-# A policy is one row: a family whose requests run under it, and whether its steps are such as several share.
+# A policy is one row: a family whose requests run under it, and whether several requests share its steps.
 POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "none", {}, True),
     ("llada", "fast_dllm_dual", {}, True),

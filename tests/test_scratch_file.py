@@ -161,7 +161,7 @@ def test_sizes_that_fit_no_slot(nbytes: int, file: ScratchFile):
         file.place(nbytes)
 
 
-# What the system does.
+# Failures of the system.
 
 
 def failing(number: int) -> Callable[..., int]:
@@ -196,7 +196,7 @@ NO_ROOM, GIB = "No space left on device in disk_path", 1 << 30
     [
         ({"fstatvfs": free(SLOT - 512)}, NoRoomError, SLOT - 512, NO_ROOM),
         ({"fstatvfs": free(0)}, NoRoomError, 0, NO_ROOM),
-        # What was free before the attempt, which may have filled the disk.
+        # The bytes that were free before the attempt, which may have filled the disk.
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.ENOSPC)}, NoRoomError, GIB, NO_ROOM),
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EDQUOT)}, NoRoomError, 0, "quota exceeded in"),
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EFBIG)}, NoRoomError, 0, "File too large in"),
@@ -294,7 +294,7 @@ def test_short_reads_and_writes(most: int, file: ScratchFile, monkeypatch: pytes
     assert torch.equal(into, payload(5000))
 
 
-# Whose file it is.
+# The process that owns the file.
 
 
 def without_anonymous_files(path: object, flags: int, *arguments: object, call=os.open) -> int:

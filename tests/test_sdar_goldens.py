@@ -65,7 +65,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), changes([*SEQUENCES[f"{case}.history"]]))
     expected = SEQUENCES[f"{case}.final"].clone()
-    if ends is not None:  # behind an end stands padding: no tokens that nobody asked for, and no masks
+    if ends is not None:  # behind an end stands padding: no unwanted tokens, and no masks
         expected[0, 1 + expected[0].tolist().index(*ends) :] = runtime.model.pad_token_id
     assert torch.equal(out.sequences.int(), expected)
     if policy == "block_causal":

@@ -343,7 +343,7 @@ def posted(body: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_takes_its_request_with_it(served: Served, runtime: Runtime, stream: bool):
+def test_a_client_that_disconnects_cancels_its_request(served: Served, runtime: Runtime, stream: bool):
     before = served.scheduler.counts.ended["cancelled"]
     body = {"messages": chat(PROMPTS[0]), "stream": stream, "max_tokens": 2048, "stop_at_eos": False}
     with sent(served, posted(json.dumps(body).encode())) as connection:

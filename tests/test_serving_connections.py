@@ -77,12 +77,12 @@ def test_connections_without_a_request_block_no_other_and_are_closed(runtime: Ru
     assert {error_of(answer) for answer in answers[1::3]} == {(408, "the headers did not arrive within 2 s")}
 
 
-def test_headers_that_come_in_drops_and_those_behind_an_answer_have_their_time(runtime: Runtime):
+def test_slow_headers_behind_an_answer_time_out(runtime: Runtime):
     with serving(runtime, of_server={"header_seconds": 0.5}) as served:
         with connected(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
             assert b"200 OK" in connection.recv(1000)
             received = b""
-            with pytest.raises(OSError):  # the connection is closed under the drops
+            with pytest.raises(OSError):  # the connection is closed while drops are sent
                 for _ in range(50):
                     connection.sendall(b"X")
                     connection.settimeout(0.2)
@@ -135,7 +135,7 @@ def test_on_sigterm_the_server_refuses_requests_and_ends_streams_in_an_error(
                 assert (told.status_code, told.json()["error"]["code"]) == (503, "closed")
             for each in second:
                 served.server.handle_exit(each, None)
-            events = raw.read().decode().split("\n\n")  # raises where the body is cut
+            events = raw.read().decode().split("\n\n")  # raises if the body is cut
         last = json.loads(events[-2].removeprefix("data: "))
         assert events[-1] == "" and last["error"]["type"] == "server_error" and "SIGTERM" in last["error"]["message"]
         for stream in streams:

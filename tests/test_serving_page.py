@@ -23,7 +23,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 PAGE = Path(tiered.__file__).parent / "serving" / "page.html"
-# What the page shows once it is done, or has failed.
+# Values of the page once it is done, or has failed.
 SHOWN = """({
   state: document.body.dataset.state, answer: at("answer").textContent, error: at("error").textContent,
   status: at("status").textContent, tiers: at("tiers").textContent, canvas: at("canvas").textContent,

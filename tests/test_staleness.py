@@ -108,7 +108,7 @@ def test_nothing_drifts_if_every_step_refreshes(runtime: Runtime, call: str):
     for distances in (report.keys, report.values):
         assert np.array_equal(np.isnan(distances), np.repeat(report.rows[:, None] == 0, 4, axis=1))
         assert np.nanmax(distances) <= 1e-6
-    # What a block's place in the canvas leaves out: nothing is past in the first two, nothing is next in the last.
+    # Areas without rows, by a block's place in the canvas: nothing is past in the first two, nothing next in the last.
     blocks = np.array(report.blocks)
     assert set(blocks.tolist()) == {0, 1, 2, 3}
     absent = [blocks < 0, blocks < 2, blocks < 1, blocks < 0, blocks > 2, blocks > 1]

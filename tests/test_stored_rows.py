@@ -86,7 +86,7 @@ def test_slots_and_records_of_any_size_are_enough(tiers: Tiers, slots: int, reco
     rows.check_all()
 
 
-# --- what travels
+# --- fetches
 
 
 def fetched(rows: Rows, tiers: Tiers) -> int:
@@ -109,7 +109,7 @@ def test_rows_that_are_read_are_fetched_once_and_no_others(tiers: Tiers, codec: 
     assert fetched(rows, tiers) == 4 * row_bytes
     rows.store(1, [first[4]])
     rows.check(1, [first[4]])
-    assert fetched(rows, tiers) == 4 * row_bytes  # what compute has just written
+    assert fetched(rows, tiers) == 4 * row_bytes  # rows that compute has just written
     assert tiers.stats().asked == {Tier.HOST: 4}
 
 
@@ -209,7 +209,7 @@ def test_a_device_that_is_full_is_named(codec: Codec):
     assert all(tiers.ledger.held(tier) == 0 for tier in Tier)
 
 
-# --- what is refused, and what fails
+# --- refusals and failures
 
 
 @every

@@ -30,13 +30,13 @@ from tiered.runtime import Runtime
 
 LAYERS, PROMPT, ANSWER, BLOCK = 5, 90, 32, 16
 SIZES: dict[str, Any] = {"max_new_tokens": ANSWER, "block_length": BLOCK}
-# What makes a policy keep and move more than its defaults do here.
+# Options under which a policy keeps and moves more than by default.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dllm_cache": {"prompt_interval": 5, "response_interval": 3},
     "polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0},
     "elastic_cache": {"window": 12},
 }
-# But for `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
+# All but `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
 STREAMABLE = [name for name in policies_for("canvas") if name not in ("auto", "none")]
 CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
@@ -143,7 +143,7 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, nam
         moved.append(out.memory.moved.get("host->device", 0))
         streamed.append(sum(len(stream.layers) for stream in needed.streams.streams))
     assert moved[-1] == min(moved) or len(set(streamed)) == 1  # of fewer layers less has to come back
-    assert moved[0] or "confidence_threshold" in options  # where one forward may commit a block, nothing is reread
+    assert moved[0] or "confidence_threshold" in options  # if one forward may commit a block, nothing is reread
 
 
 @pytest.mark.parametrize("name", ["polestar", "dkv_decode", "elastic_cache"])

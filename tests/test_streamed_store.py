@@ -146,7 +146,7 @@ def test_the_next_layer_is_on_its_way_when_one_is_read(shape: ModelShape):
         assert asked == 0  # nothing that is overwritten whole is fetched
         store.view(Feature.VALUE, 0)
         chunks = needed.streams[1].chunks().parts
-        # Layer 0 and, beside it, what comes next.
+        # Layer 0 and, beside it, the next layer.
         assert tiers.stats().asked[Tier.HOST] == 2 * chunks
         store.view(Feature.VALUE, 1)
         assert tiers.stats().asked[Tier.HOST] == 3 * chunks

@@ -101,7 +101,7 @@ def unsplit(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(checkpoint, directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     assert settings.pop("response_template") == TEMPLATE
-    # What transformers no longer reads.
+    # A field that transformers no longer reads.
     settings["response_schema"] = {"type": "object", "x-regex": "(?P<content>.*)"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

@@ -61,7 +61,7 @@ def test_a_copy_that_does_not_wait_is_stale(transport: ThreadTransport):
     stale = transport.copy(Lane.FETCH, [Copy(as_bytes(source), as_bytes(torch.zeros(8)))])
     assert result.tolist() == [0] * 8 and not event.done()  # the caller went on, nothing is there yet
     stale.synchronize()
-    assert not loaded.done()  # and a copy that was told to wait for nothing has read what was there before
+    assert not loaded.done()  # and a copy that waits for nothing has read the earlier numbers
     event.synchronize()
     assert result.tolist() == [10] * 8
 

@@ -77,7 +77,7 @@ def use(residency: Residency, *keys: int, ahead: tuple[int, ...] = ()) -> None:
     residency.check_integrity()
 
 
-# --- what is counted
+# --- counts
 
 
 def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):

@@ -31,7 +31,7 @@ VARIANTS |= {
     f"{policy}, seldom": Variant(name=f"{policy}, seldom", policy=policy, given={"refresh_blocks": 2})
     for policy in ("fast_dllm_prefix", "fast_dllm_dual")
 }
-# What they recompute hangs on the model: how large the clusters are that drift most, which tokens it is sure of. A row
+# Their rows depend on the model: sizes of the clusters that drift most, and tokens that it is sure of. A row
 # of Dream is open as long as one of two tokens is.
 EXPECTED = {"polestar", "polestar-paper", "polestar-fresh", "polestar-window", "dkv_greedy"}
 BY_TWO = {"dkv_decode", "dkv_pd"}
@@ -75,7 +75,7 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
 @pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"tier": "device"}])
 @pytest.mark.usefixtures("few_slots")
 def test_updates_fetch_the_clusters_that_they_choose(options: dict[str, Any]):
-    # And what these clusters touch, and wrong guesses: of random weights as much again, or twice.
+    # And records that these clusters touch, and wrong guesses: with random weights as much again, or twice.
     policy = variant(**options)
     runtime = Runtime(random_model(128, 6, 600), policy=policy, name="random")
     ids = torch.randint(0, 100, (1, 512), generator=torch.Generator().manual_seed(0))
@@ -247,7 +247,7 @@ def test_the_times_of_a_plan_stand_to_each_other_as_those_of_calls(tmp_path: Pat
     ]
     calls.append(("fast_dllm_prefix", 512, 4))
     ratios: dict[tuple[str, int, int], list[float]] = {call: [] for call in calls}
-    for number in range(3):  # each with rates of its own: what else the machine does slows down calls and rates alike
+    for number in range(3):  # each with rates of its own: other work of the machine slows down calls and rates alike
         rates = tmp_path / f"rates-{number}.json"
         assert main(["rates", "--device", "cpu", "--out", str(rates)]) == 0
         for policy, prompt, tokens in calls:

@@ -172,7 +172,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path):
 
 
 def test_text_in_and_out(write: Callable[..., Path], tmp_path: Path):
-    # A Dream with the vocabulary that the tokenizer has: what it answers is text.
+    # A Dream with the vocabulary of the tokenizer: its answers are text.
     config: dict[str, Any] = {
         "model_type": "Dream", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": len(VOCABULARY) + len(SPECIAL),

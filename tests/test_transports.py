@@ -208,7 +208,7 @@ def raising(error: BaseException) -> Callable[[], int]:
     return work
 
 
-# --- what a job does
+# --- jobs
 
 
 @pytest.mark.parametrize("lane", Lane)
@@ -661,7 +661,7 @@ def said_by_child(speak: Callable[[], str]) -> list[str]:
         os.waitpid(child, 0)
 
 
-# --- what a CUDA device is asked to do, by what a faked one was
+# --- calls of a CUDA device, as a faked one gets them
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_a_peak_is_seen_though_it_is_gone():
 
 @pytest.mark.long
 def test_the_peak_of_loading_is_that_of_another_process():
-    # Larger than what the process has freed by then, which a small model would fit in.
+    # Larger than the memory that the process has freed by then, in which a small model would fit.
     (row,) = rows = rows_of("load", width=[512])
     assert row["plan_bytes"] == row["device_bytes"] + row["host_bytes"] + row["largest_bytes"]
     assert row["peak_bytes"] > 0 and weights.last_line(rows)["load_peak_over_plan"] == round(row["peak_over_plan"], 3)
