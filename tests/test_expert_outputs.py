@@ -174,7 +174,7 @@ def test_addresses_are_those_of_the_matrices():
         ExpertTable(every, every).addresses([3, 4], device)
 
 
-def test_the_kernel_allocates_what_is_booked(monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_allocates_the_booked_bytes(monkeypatch: pytest.MonkeyPatch):
     kernels, launched = module("triton"), list[Any]()
     monkeypatch.setattr("tiered.kernels.expert_outputs.launch", lambda *given, **named: launched.append(given[0]))
     rows, picks, table = given("cpu", 300, torch.bfloat16)

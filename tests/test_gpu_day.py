@@ -245,7 +245,7 @@ def test_a_case_that_never_ends_is_killed(run, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_it_and_keeps_what_is_there(run, processes: Path, number: int, name: str):
+def test_a_signal_ends_it_and_keeps_the_rows_so_far(run, processes: Path, number: int, name: str):
     done = run(MACHINE | {"kernels": ["a: ok", f"b: stop {int(number)}", "c: ok"]})
     assert done.code == 128 + number and done.last["stopped_by"] == done.kept["stopped_by"] == name
     assert done.rows["kernels a: ok"]["ms"] == 1.0 and f"stopped_by: {name}" in done.out

@@ -225,7 +225,7 @@ def test_a_measurement_allocates_no_more_than_it_books(measure: Any, dtype: str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [200, 5000])
-def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.dtype, length: int):
+def test_scores_of_attention_take_the_booked_bytes(runtime: Runtime, dtype: torch.dtype, length: int):
     shape = runtime.model.shape
     queries = torch.zeros(1, shape.heads, 200, shape.head_dim, dtype=dtype)
     keys = torch.zeros(1, shape.kv_heads, length, shape.head_dim, dtype=dtype)
