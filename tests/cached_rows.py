@@ -1,4 +1,4 @@
-"""What a call leaves in its cache."""
+"""Keys and values that a call leaves in its cache."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

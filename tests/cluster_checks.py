@@ -1,4 +1,4 @@
-"""What holds for every index of clusters."""
+"""A check of any index of clusters."""
 
 from tiered.clustering.cluster_index import ClusterIndex
 

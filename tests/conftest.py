@@ -1,4 +1,4 @@
-"""What every test runs under: torch's memory poisoned, the network shut, Triton interpreted where there is no GPU."""
+"""Conditions of every test: torch's memory is poisoned, the network shut, and Triton interpreted without a GPU."""
 
 import gc
 import json
@@ -36,7 +36,7 @@ settings.load_profile("tiered")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is none."""
+    """Skip the tests marked `gpu` if there is none."""
     if not CUDA:
         for item in items:
             if "gpu" in item.keywords:
@@ -213,7 +213,7 @@ def write_checkpoint(
 
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few slots of few rows for stored rows. Else they hold all rows of a small model, and nothing is fetched."""
+    """Few slots of few rows for stored rows. Else the slots hold all rows of a small model, and nothing is fetched."""
     from tiered.policies.polestar import hidden_bytes
 
     monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)

@@ -34,14 +34,14 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered", "clustering", "kernels", "offload"))
 DEVICE, HOST = torch.device("cuda:0"), torch.device("cpu")
 ATEN = torch.ops.aten
-# Of torch, those whose result has as many elements as only the device knows, or is one of the host.
+# Operations of torch whose result is on the host, or has a size that only the device knows.
 READS = {
     ATEN._local_scalar_dense, ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN._unique2, ATEN.unique_dim,
     ATEN.unique_consecutive, ATEN.bincount,
 }  # fmt: skip
 INDEXED = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
 _NOTHING = nullcontext()
-LANES = "tiered "  # how the names of threads begin that only issue copies
+LANES = "tiered "  # beginning of the names of threads that only issue copies
 
 
 class DeviceTensor(Tensor):
@@ -68,7 +68,7 @@ class DeviceTensor(Tensor):
         return found._fake.run(func, args, kwargs or {})
 
     def to(self, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
-        """Else torch would copy what is there already: it takes the wrapper to be elsewhere."""
+        """torch takes the wrapper to be elsewhere, so it would copy a tensor that is there already."""
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
         where = {} if device is None or device.type == "cuda" else {"device": device, "non_blocking": non_blocking}
         return super().to(dtype=dtype or self.dtype, copy=copy, **where)
@@ -102,13 +102,13 @@ class DeviceTensor(Tensor):
 
 
 class FakeCuda:
-    """What the device has seen.
+    """Waits, memory and operations of the device.
 
     Attributes:
         waits: of the host for the device, by (what, line of the product, whether inside a layer).
         strangers: operations of threads that neither own the device nor issue copies, by (thread, line).
         live, peak: bytes of all storages on the device, now and at most.
-        books: of the calls; None: nothing is compared with them.
+        books: of the calls. Nothing is compared with them if they are None.
         over: most bytes by which `live` was above the books while a call was in them, and the line that made them so.
         owner: the thread that the device is for.
         pinned: bytes of memory of the host that copy engines reach, by address.
@@ -157,8 +157,8 @@ class FakeCuda:
     def _look(
         self, func: Any, inner: Any, named: dict[str, Any], hosts: list[Tensor], *, came: bool, goes: bool
     ) -> None:
-        """Count what the operation waits for, and raise where it mixes devices. `hosts`: tensors among its arguments
-        that are on the host; `came`, `goes`: whether one is on the device, and whether the result is."""
+        """Count what the operation waits for, and raise if it mixes devices. `hosts`: tensors among its arguments that
+        are on the host; `came`, `goes`: whether one is on the device, and whether the result is."""
         packet = func.overloadpacket
         if packet in INDEXED:  # torch takes indices to the device by itself
             for index in [each for each in inner[1] if any(each is host for host in hosts)]:
@@ -283,7 +283,8 @@ class Inside(Recorder):
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what is made on the device of nothing that is there. As a mode of this kind, it keeps torch from CUDA."""
+    """Sees operations that make tensors on the device from no tensor there. As a mode of this kind, it keeps torch from
+    CUDA."""
 
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
@@ -310,14 +311,14 @@ _Mode.__torch_dispatch__ = _dispatched  # pyright: ignore
 
 
 class _Generator(torch.Generator):
-    """One of the device draws what one of the host would."""
+    """A generator of the device draws the numbers of one of the host."""
 
     def __new__(cls, device: Any = HOST) -> "_Generator":
         return super().__new__(cls, HOST)  # pyright: ignore
 
 
 class _Event:
-    """The host that waits for one is no wait if the device has been asked for more meanwhile: it goes on with that."""
+    """The host does not wait for an event if the device got more work after it."""
 
     def __init__(self, fake: FakeCuda, **_: Any) -> None:
         self._fake, self._at, self._asked = fake, 0.0, -1
@@ -394,8 +395,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
 
 
 def _inside(value: Any, outer: dict[int, DeviceTensor], hosts: list[Tensor]) -> Any:
-    """`value` with the tensors of the host that stand in it: those inside wrappers, by which `outer` has them, and
-    others, which `hosts` gets."""
+    """`value` with each wrapper replaced by its tensor on the host. `outer` gets the wrapper by the id of that tensor,
+    `hosts` every tensor without a wrapper."""
     kind = type(value)
     if kind is DeviceTensor:
         outer[id(value.on_host)] = value
@@ -423,7 +424,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _of_tensors(index: Any) -> Any:
-    """An index without lists: of those torch makes tensors where the wrapper is, which have no values."""
+    """An index without lists: torch would make tensors without values of them, where the wrapper is."""
     if isinstance(index, tuple):
         return tuple(_of_tensors(each) for each in index)
     return torch.tensor(index) if isinstance(index, list) else index
@@ -434,8 +435,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _line() -> str:
-    """The innermost line of the product that is under way in this thread; of the transports, only where they do not
-    work for others."""
+    """The innermost line of the product in this thread; one of the transports only if no other room called it."""
     found, frame = "?", sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(ROOMS):

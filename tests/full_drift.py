@@ -52,7 +52,7 @@ def full_output_drift(
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
 ) -> tuple[Float64[Tensor, "batch clusters"], Float64[Tensor, "batch clusters"]]:
-    """How far what the `written` columns give `queries` has moved, over all heads; and the length of what they give
+    """The move of the output that the `written` columns give `queries`, over all heads, and the length of that output
     now. `then` and `now`: keys and values."""
     given = []
     for keys, values in (then, now):

@@ -1,4 +1,4 @@
-"""Stands in for the processes of a GPU day in tests: says, and does, what the names of its cases say.
+"""Stands in for the processes of a GPU day in tests: the name of each case says its action.
 
     python gpu_day_worker.py FOLDER
 
@@ -28,7 +28,7 @@ for number, job in enumerate(json.loads(sys.stdin.readline())["jobs"]):
             os.kill(os.getpid(), signal.SIGSEGV)
         case "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            sys.stdin.read()  # until whoever asked is gone
+            sys.stdin.read()  # until the parent process is gone
         case "stop":
             os.kill(os.getppid(), int(value))
             time.sleep(600)

@@ -139,7 +139,7 @@ MODELOPT: dict[str, Any] = {
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
     "producer": {"name": "modelopt", "version": "0.46.0"},
 }
-# By layout: its `quantization_config`, who writes a weight, and our code of it.
+# By layout: its `quantization_config`, the writer of a weight, and our code of it.
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts], WeightCode]] = {
     "FP8 by tensor": (compressed(8, "float", "tensor"), by_tensor, WeightCode.FP8),
     "FP8 by channel": (compressed(8, "float", "channel"), by_channel, WeightCode.FP8),

@@ -12,7 +12,7 @@ from tiered.decoding.open_block import OpenBlock
 
 
 def changes(states: list[Tensor]) -> Tensor:
-    """The states but for those that repeat the one before: forwards that commit nothing leave the canvas as it was."""
+    """The states without repetitions: a forward that commits nothing leaves the canvas as it was."""
     pairs = zip(states, [None, *states], strict=False)
     return torch.stack([state for state, before in pairs if before is None or not torch.equal(state, before)])
 

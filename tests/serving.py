@@ -1,4 +1,4 @@
-"""A server of the embedded model in a thread, for tests of who asks it."""
+"""A server of the embedded model in a thread, for tests of its clients."""
 
 import threading
 import time
@@ -17,8 +17,6 @@ from tiered.serving.server import Server, listen
 
 @dataclass(frozen=True)
 class Served:
-    """Where it answers, and by what."""
-
     url: str
     port: int
     scheduler: Scheduler

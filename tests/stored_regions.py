@@ -1,4 +1,4 @@
-"""Regions of stored rows, what has to come back of them, and copies that fail."""
+"""Regions of stored rows, the rows that a read has to give, and copies that fail."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -50,7 +50,7 @@ def of_region(region: int, sizes: Sequence[int] = SIZES) -> list[StoredCluster]:
 
 
 class Rows:
-    """Rows as stored, and what has to come back of each cluster."""
+    """Rows as stored, and the rows that each cluster has to give."""
 
     def __init__(self, tiers: Tiers, codec: Codec = Codec.RAW, tier: Tier = Tier.HOST, **changes: Any) -> None:
         self.codec, self.stored = codec, StoredRows(tiers, needed(codec, tier, **changes), REGIONS)

@@ -55,7 +55,7 @@ def test_every_share_is_within_its_bounds_and_nearest_to_proportion(prefix: int,
         ((1, 0, 0), "allowed: 0 to 0"),
     ],
 )
-def test_what_cannot_be_shared(arguments: tuple[int, int, int], message: str):
+def test_bad_numbers_of_clusters_are_refused(arguments: tuple[int, int, int], message: str):
     with pytest.raises(ValueError, match=message):
         allocate_clusters(*arguments)
 

@@ -1,4 +1,4 @@
-"""The studies of answers and of the tiers: their points, their tables, and that pages show what was measured."""
+"""The studies of answers and of the tiers: their points, their tables, and pages with the measured figures."""
 
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def points(name: str, **axes: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_pages_show_what_was_measured(name: str):
-    """Fails with the command where they do not. Of what nobody has measured they show nothing."""
+def test_pages_show_the_measured_tables(name: str):
+    """Fails with the command that updates the pages. A page shows nothing of a study without measurements."""
     folder = ROOT / "bench" / "results" / name
     tables = study_named(name).tables(read_rows(folder)[0]) if folder.exists() else {}
     for (study, mark), page in PAGES.items():
@@ -90,7 +90,7 @@ def test_tables_of_points_that_failed_are_empty(name: str):
 
 
 def quick_rows(name: str) -> list[dict[str, Any]]:
-    """What the study's quick points say; one that the library refuses has a row that says why."""
+    """Rows of the study's quick points. A point that the library refuses has a row with the reason."""
     study, rows = study_named(name), []
     local = study.local({"model": ["embedded"], **study.QUICK}) if hasattr(study, "local") else {}
     for number, settings in enumerate(points(name, **study.QUICK)):
@@ -103,7 +103,7 @@ def quick_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_rotations_are_asked_and_told():
+def test_the_table_of_rotations_has_scalings_and_figures():
     tables = study_named("stretch").tables(quick_rows("stretch"))
     assert tables["stretch"].count("\n") >= 2 and "`ntk:2:2048`" in tables["stretch"] and "100" in tables["stretch"]
 
@@ -158,7 +158,7 @@ def test_coding_keys_moves_attention_less_the_more_bits_there_are():
     assert fp8["coded_step"] == pytest.approx(fp8["step"], rel=0.2) and 0 <= nvfp4["chosen"] <= fp8["chosen"] <= 1
 
 
-def test_blocks_are_told_again_and_over_a_floor():
+def test_blocks_equal_the_recorded_ones_and_their_cost_is_over_a_floor():
     study, rows = study_named("blocks"), quick_rows("blocks")
     told, costs, answers = ([row for row in rows if row["part"] == part] for part in ("recorded", "cost", "answers"))
     assert len(told) > 10 and all(row["identical"] for row in told) and {row["off"] for row in told if "off" in row}
@@ -198,7 +198,7 @@ def test_experts_are_those_of_the_official_code_and_come_as_they_are_picked():
             points("experts", **axes)
 
 
-def test_contexts_say_what_was_planned_and_what_is_held():
+def test_contexts_have_planned_and_held_bytes():
     study, rows = study_named("contexts"), quick_rows("contexts")
     dual, auto, raw, fp8 = rows
     assert auto["status"] in ("ok", "refused") and dual["plan_over_measured"] > 0
@@ -309,7 +309,7 @@ def test_a_cell_of_the_sweep_is_right_answers_and_the_median_speed():
     ]
 
 
-def test_what_is_compared_stands_together_and_names_stand_for_all_of_them():
+def test_compared_points_stand_together_and_a_name_stands_for_several():
     made = points("compare", model=["embedded"], policy=["none", "elastic_cache", "transformers"])
     rules = [each["rule"] for each in made]
     assert rules == ["one a step"] * (len(rules) // 2) + ["threshold 0.9"] * (len(rules) // 2)
@@ -324,7 +324,7 @@ def test_what_is_compared_stands_together_and_names_stand_for_all_of_them():
         points("compare", policy=["polesta"])
 
 
-def test_a_comparison_says_what_its_rows_say():
+def test_tables_of_a_comparison_have_the_figures_of_its_rows():
     study, slow, fast = study_named("compare"), "one a step", "threshold 0.9"
     call, of = {"block_length": 8}, {"model": "embedded", "noise": "mask", "bytes": "booked"}
     costs = {"rows_per_forward": 2.0, "cache_ratio": 0.5, "passes": {"step": 4}}
@@ -349,7 +349,7 @@ def test_a_comparison_says_what_its_rows_say():
     assert right.splitlines()[0].startswith(
         "|  | lists, 10 | sort, 0 | add, 0 | chain, 0 | lookup, 10 | threshold 0.9: all, 20 |"
     )
-    # The long lookup is none of the lookups; nothing is shown of what was not asked.
+    # The long lookup does not count as a lookup; a task that was not asked has an empty cell.
     assert "| `none` | 100 (72–100) |  |  |  | 90 (60–98) | 95 (76–99) | 2.00 | 4.00 |" in right  # noqa: RUF001
     assert "| `transformers, cache` | 30.0 | 4.00 (4.00–4.00) | 2.0 | 0.500 | 1.00 MiB | 0 | 1.00 KiB |" in costs_table  # noqa: RUF001
     assert "2 such pairs are apart by 10.0 % at the 80th percentile, by 10.0 % at most" in floor

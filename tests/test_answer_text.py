@@ -36,7 +36,7 @@ def text_of(stop: Sequence[str] = (), most: int | None = None) -> AnswerText:
         (("c",), 3, ["abc"], ["ab", ""], "stop", 2),
     ],
 )
-def test_what_is_given_out(
+def test_parts_of_a_text_that_are_given_out(
     stop: Sequence[str], most: int | None, parts: list[str], given: list[str], ended: str, tokens: int
 ):
     text = text_of(stop, most)

@@ -1,4 +1,4 @@
-"""`attended`: a step renews the rows that the answer looked at most in the last step, whoever else is in the batch."""
+"""`attended`: a step renews the rows that the answer looked at most in the last step, whatever else is in the batch."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_under_a_noise_mask_every_block_begins_with_a_refresh():
     assert out.steps_by_kind == {"refresh": BLOCKS, "update": 3 * BLOCKS}
 
 
-def test_they_are_those_with_most_attention_from_pending_rows(monkeypatch: pytest.MonkeyPatch):
+def test_renewed_rows_have_most_attention_from_pending_rows(monkeypatch: pytest.MonkeyPatch):
     """In each step, by float64 maps of the last layer in the step before."""
     model, masses, passes = runtime("llada").model, list[Tensor](), list[set[int]]()
     attend = Forward.attended
@@ -76,8 +76,8 @@ def test_a_batch_answers_as_its_prompts_alone(family: str, options: dict[str, An
         assert torch.equal(together.sequences[number], alone(family, policy, number, **options).sequences[0])
 
 
-def test_it_answers_what_a_frozen_prompt_does_not():
-    """Of lists that are to be sorted: the dual cache gets a fourth of them right, `none` nearly all."""
+def test_it_sorts_lists_that_a_frozen_prompt_does_not():
+    """Lists to sort: the dual cache gets a fourth of them right, `none` nearly all."""
     asked = [tasks.sample("sort", "validation", number) for number in range(24)]
     own = tiered.from_pretrained("embedded", policy="none", device="cpu")
 

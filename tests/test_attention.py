@@ -1,4 +1,4 @@
-"""Attention is the same whichever way round its backend lays out what it answers."""
+"""Attention is the same for every layout of its backend's output."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from tiered.models import attention
 from tiered.models.attention import Limits, attend
 
 ATEN = torch.ops.aten
-# What CUDA's backends answer with, by torch's own kernels for shapes alone.
+# Outputs of CUDA's backends, by torch's own kernels for shapes alone.
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "flash": lambda queries, keys, values, bias: ATEN._scaled_dot_product_flash_attention(queries, keys, values)[0],
     "efficient": lambda queries, keys, values, bias: ATEN._scaled_dot_product_efficient_attention(

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint or an argument: one clear error, before any work starts."""
+"""A bad checkpoint or argument raises one clear error, before any work starts."""
 
 import json
 import math
@@ -41,7 +41,7 @@ Damage = Callable[[Path], object]
 
 
 def complaint(error: type[Exception], act: Callable[[], object]) -> str:
-    """The message of the `error`, and of no subclass of it, that `act` raises."""
+    """The message of the `error` that `act` raises. A subclass of `error` fails."""
     with pytest.raises(error) as caught:
         act()
     assert caught.type is error
@@ -49,7 +49,6 @@ def complaint(error: type[Exception], act: Callable[[], object]) -> str:
 
 
 def started(*_: object, **__: object):
-    """Stands in for whatever must not happen."""
     pytest.fail("work has started")
 
 
@@ -222,7 +221,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         ValueError, ["the tokenizer in", "up to 110", "[0, 100)"],
     ),
 }  # fmt: skip
-# What is found while weights are read.
+# Errors that are found while weights are read.
 BAD_WEIGHTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     "weight of NaN": (
         weights({WTE: torch.zeros(128, 32).index_fill(0, torch.tensor([7]), NAN)}), tiered.NonFiniteError,
@@ -240,7 +239,7 @@ BAD_WEIGHTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
 
 
 def files_of(directory: Path) -> dict[str, bytes | None]:
-    """Every name beside and below `directory`, with what its file holds."""
+    """Every name beside and below `directory`, with the bytes of its file."""
     return {str(path): path.read_bytes() if path.is_file() else None for path in directory.parent.rglob("*")}
 
 

@@ -87,12 +87,12 @@ def test_random_weights_give_the_runtimes_tokens(
             assert found.rows_per_step == expected.rows_per_step
             answers.append(expected.sequences)
         differ += not torch.equal(*answers)
-    # A cache answers otherwise than full forwards, or the equality of each would say little.
+    # A cache answers otherwise than full forwards, or each equality would show little.
     assert differ
 
 
 def test_an_answer_that_ends_leaves_its_batch(tiny: Runtime, baseline: Callable[..., Any]):
-    # What the first step of a block likes best becomes the end of the sequence.
+    # The likeliest token of a block's first step becomes the end of the sequence.
     ids, mask = padded(torch.Generator().manual_seed(7))
     options: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8}
     out = tiny.generate(ids, attention_mask=mask, **options, stop_at_eos=False)
@@ -146,7 +146,7 @@ def test_a_causal_llama_is_no_baseline(
     module = script("baselines.bidirectional_llama")
     llama = module.llama_of(tiny.model)
     assert module.sees_ahead(llama) and not module.sees_ahead(llama, is_causal=True)
-    # With a mask of padding, and behind a cache, as well: another last token changes what the first row says.
+    # With a mask of padding, and behind a cache, as well: another last token changes the logits of the first row.
     from transformers import DynamicCache
 
     cache, ids = DynamicCache(config=llama.config), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
@@ -191,7 +191,7 @@ def test_a_quantized_prefix_is_made_once_a_block_and_left_as_it_is(
     for block in range(3):
         first, *others = seen[7 * block : 7 * block + 7]
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    # Codes take less room than what they stand for.
+    # Codes take less room than their values.
     plain = baseline(tiny, offloading=False).generate(ids, max_new_tokens=24, block_length=8)
     assert plain.num_forwards == out.num_forwards
     assert sum(tensor.nbytes for tensor in seen[-1]) < 28 * 2 * 2 * 16 * 4
@@ -214,7 +214,7 @@ def test_bytes_are_those_of_weights_and_cached_tensors(
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_what_cannot_be_had_says_why(
+def test_a_missing_baseline_has_a_reason(
     tiny: Runtime, baseline: Callable[..., Any], script: Callable[[str], ModuleType], monkeypatch
 ):
     import transformers.cache_utils

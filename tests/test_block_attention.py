@@ -17,7 +17,7 @@ from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import RowCode
 from tiered.models.attention import Limits, attend
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 CODES = [None, *RowCode]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -75,8 +75,6 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass
 class Case:
-    """What goes in."""
-
     queries: Tensor
     keys: Keys
     values: KeyValue
@@ -119,12 +117,12 @@ class Case:
         return hidden
 
     def true(self) -> tuple[Tensor, Tensor]:
-        """In float64: what stands in rows, zeros where a row sees nothing, and the log-sum-exp of its scores."""
+        """In float64: the output, zeros for a row that sees nothing, and the log-sum-exp of its scores."""
         heads, group = self.queries.shape[1], self.queries.shape[1] // self.keys.shape[1]
         stored = (each if isinstance(each, Tensor) else each.values() for each in (self.keys, self.values))
         keys, values = (each.double().repeat_interleave(group, 1) for each in stored)
         hidden = self.hidden()[:, None].expand(-1, heads, -1, -1)
-        values = values.where(~hidden.all(2)[..., None], 0)  # what no row sees may be anything
+        values = values.where(~hidden.all(2)[..., None], 0)  # columns that no row sees may hold anything
         if self.sink_keys is not None and self.sink_values is not None:
             sinks = (each.double().expand(len(keys), -1, -1, -1) for each in (self.sink_keys, self.sink_values))
             keys, values = (torch.cat(both, 2) for both in zip(sinks, (keys, values), strict=True))
@@ -171,8 +169,8 @@ def random_case(
     turning: int | None = None,
     one_table: bool = False,
 ) -> Case:
-    """A mask with holes, pads on the left of every other sequence, or windows; of each row's columns those in front of
-    some. `turning`: pairs of elements that turn in keys of values; None for keys of their own."""
+    """A mask with holes, pads on the left of every other sequence or windows, and an end of each row's columns.
+    `turning`: pairs of elements that turn in keys of values. It is None for keys of their own."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -232,7 +230,8 @@ def test_attention(implementation: str, shape: str):
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.usefixtures("several_parts")
 def test_columns_in_parts_are_merged(implementation: str, code: RowCode | None):
-    """By programs of their own, and of codes one after the other; some parts hold nothing that a row sees."""
+    """Programs of their own take the parts; the reference takes parts of codes in turn. A row may see nothing of
+    one."""
     cases: list[dict[str, Any]] = [{"soft_cap": None, "sinks": None, "rows": 37, "batch": 1}, {"dtype": torch.float16}]
     cases.append({"turning": 8, "sinks": None, "soft_cap": None})
     for sizes in cases:
@@ -329,7 +328,7 @@ def test_without_cap_and_sinks_it_is_torchs_attention(
 
 @pytest.mark.parametrize("code", RowCode)
 def test_the_codes_are_read_as_they_decode(code: RowCode):
-    """One column for each row, with all codes there are in each place: what a row finds is that column, bit for bit."""
+    """A row that sees one column finds that column's values, bit for bit."""
     rows = torch.cat([torch.linspace(-6, 6, 96), torch.logspace(-9, 3, 96)]).view(12, 16)
     rows = torch.cat([rows, rows.flip(0) * 2.0**-20], dim=1)[None, None]
     coded = CodedRows.of(rows, code)
@@ -400,7 +399,7 @@ def test_the_cap_of_the_kernel(soft_cap: float):
     torch.testing.assert_close(case.by("triton")[0][0, 0, :, 0].double(), expected, rtol=1e-6, atol=3e-7)
 
 
-# Programs cover the device where rows are few, and no part is shorter than what pays for its program.
+# Programs cover the device if rows are few, and every part is long enough to pay for its program.
 @pytest.mark.parametrize(
     ("tiles", "length", "expected"),
     [(32, 32768, 8), (4, 131072, 66), (4, 1024, 4), (264, 131072, 1), (133, 131072, 1), (1, 255, 1), (1000, 9, 1)],

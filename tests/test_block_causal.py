@@ -51,7 +51,7 @@ def runtime(make: Callable[..., Runtime]) -> Runtime:
 
 
 class Steps:
-    """Looks on: which sequences took part in each step, and with what logits."""
+    """An inspector: the sequences of each step, and their logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []
@@ -167,7 +167,7 @@ def test_a_prompt_is_written_in_chunks(runtime: Runtime):
 
 
 @pytest.mark.parametrize("policy", ["block_causal", "none"])
-def test_a_call_takes_what_was_planned(make: Callable[..., Runtime], policy: str):
+def test_a_call_takes_the_planned_bytes(make: Callable[..., Runtime], policy: str):
     ids, (context, answer) = prompt(700), (720, 24)
     planned = tiered.plan(
         SDAR, context=context, max_new_tokens=answer, policy=policy, block_length=4, dtype="float32"
@@ -252,7 +252,7 @@ def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token
     out = runtime.generate(ids, max_new_tokens=10, block_length=4)
     assert out.timings.tokens == tokens
     assert torch.equal(out.sequences[:, :10], ids)
-    # What was asked for comes all the same, where an end is no answer before so many tokens.
+    # If an answer may not end before so many tokens, they come all the same.
     longer = runtime.generate(ids, max_new_tokens=10, block_length=4, min_new_tokens=5)
     assert (longer.sequences[0, 10:15] != 126).all()
     assert (longer.sequences[0, 15] == 126) == (token == 126)
@@ -314,7 +314,7 @@ def test_a_streamer_gets_every_token_once(runtime: Runtime, lengths: tuple[int, 
         assert [draft.shape[1] for draft in listener.drafts] == [2] * 2 + [4] * 8
 
 
-def test_what_is_not_finite_is_named(make: Callable[..., Runtime]):
+def test_a_layer_that_is_not_finite_is_named(make: Callable[..., Runtime]):
     runtime = make(options={"prefill_rows": 8}, policy="block_causal")
     official(runtime.model, "model.layers.1.self_attn.v_proj.weight")[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match="layer 1"):
@@ -388,7 +388,7 @@ def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runti
     assert tiered.plan({**SDAR, "block_size": 4}, context=64).sizes.block_length == 4
 
 
-def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
+def test_inspectors_and_likelihoods_of_whole_canvases_are_refused_by_name(runtime: Runtime):
     for inspector in (StepDriftInspector(), StalenessInspector()):
         with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
             runtime.generate(prompt(), block_length=4, inspector=inspector)

@@ -45,7 +45,7 @@ def test_rows_of_zeros_are_still_until_they_move():
     assert distances(random(1, 2, 3, 4), nothing).gt(0).all()
 
 
-def test_what_goes_in_stays():
+def test_arguments_are_not_changed():
     new, cached = random(1, 2, 5, 8), random(1, 2, 5, 8, seed=1)
     before = new.clone(), cached.clone()
     distances(new, cached)

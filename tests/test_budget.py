@@ -64,7 +64,7 @@ def test_frozen():
         MemoryBudget(device=1).device = 2  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_capacity_error_says_what_is_missing_and_what_to_do():
+def test_a_capacity_error_names_the_missing_bytes_and_a_remedy():
     error = TierCapacityError(3 * 2**30, 2**30, Tier.HOST, "lower max_new_tokens")
     assert str(error) == (
         "the host tier needs 3.00 GiB but has 1.00 GiB (3221225472 of 1073741824 bytes); lower max_new_tokens"
@@ -76,7 +76,7 @@ def test_capacity_error_says_what_is_missing_and_what_to_do():
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Things of somebody else, of every kind, under names that a runtime might want."""
+    """Foreign files of every kind, under names that a runtime might want."""
     folder = tmp_path / "theirs"
     (folder / "within").mkdir(parents=True)
     (folder / "größe 大\n").mkdir()
@@ -90,13 +90,13 @@ def folder(tmp_path: Path) -> Path:
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as here, contextlib.chdir(folder):  # its address is short
         here.bind("socket")
-    with contextlib.suppress(PermissionError):  # for the mighty alone; to others its row is one more of nothing
+    with contextlib.suppress(PermissionError):  # only root may make a device; for others nothing is there
         os.mknod(folder / "device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
     return folder
 
 
 def contents(folder: Path) -> dict[str, tuple[object, ...]]:
-    """All that there is to know about `folder` and what is in it."""
+    """Metadata and content of `folder` and of all that is in it."""
     nameless = False
     with contextlib.suppress(AttributeError, OSError):  # elsewhere a new file has a name until it is unlinked
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))
@@ -138,7 +138,7 @@ NOTHING, OTHER = "must be an existing folder; nothing is there", "must be an exi
         (b"/tmp", TypeError, "disk_path = b'/tmp'; a str or a Path"),
     ],
 )
-def test_what_is_no_folder_is_refused_and_left_alone(
+def test_a_path_that_is_no_folder_is_refused_and_left_alone(
     path: Any,
     error: type[Exception],
     message: str,
@@ -174,7 +174,7 @@ def test_a_file_system_that_keeps_no_files_is_refused(path: str, monkeypatch: py
 
 def test_a_folder_that_we_may_not_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tmp_path.chmod(0o555)
-    if os.geteuid() == 0:  # who may write anywhere but on a disk that is mounted to be read
+    if os.geteuid() == 0:  # root may write anywhere except on a read-only disk
         monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(ValueError, match=f"disk_path = '{tmp_path}' must be a writable folder"):
         MemoryBudget(disk_path=tmp_path)
@@ -201,7 +201,7 @@ def within(unlimited: GenerationOutput, folder: str | Path) -> Runtime:
 
 
 @pytest.mark.parametrize("path", [".", Path("within"), "within/", "to within", "größe 大\n"])
-def test_what_lies_in_the_folder_stays_as_it_was(
+def test_files_in_the_folder_stay_as_they_were(
     path: str | Path, folder: Path, unlimited: GenerationOutput, monkeypatch: pytest.MonkeyPatch
 ):
     before = contents(folder)

@@ -1,4 +1,4 @@
-"""Byte sizes: what is read, what is refused, what is written."""
+"""Byte sizes are parsed, refused and formatted."""
 
 import pytest
 from hypothesis import given
@@ -74,6 +74,6 @@ def test_format(size: int, expected: str):
 
 
 @given(st.integers(0, 2**50))
-def test_what_is_written_can_be_read(size: int):
+def test_a_formatted_size_can_be_parsed(size: int):
     # Two decimals of a number that is 1 or more, and a whole byte.
     assert abs(parse_bytes(format_bytes(size)) - size) <= 0.005 * size + 1

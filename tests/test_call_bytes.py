@@ -1,4 +1,4 @@
-"""What a call books is what torch allocates: never less, and not much more."""
+"""A call books the bytes that torch allocates: never fewer, and not many more."""
 
 import gc
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.tiers.stored_rows import StoredRows
 
-# How much of what is booked is allocated, at the least.
+# The least share of the booked bytes that is allocated.
 TIGHT = 0.9
 MODELS: dict[str, dict[str, Any]] = {
     "multi-head": {},
@@ -107,16 +107,16 @@ CASES = and_long(
         # takes minutes there, and is booked by the same formula.
         *product(["fast_dllm_dual"], ["multi-head", "grouped", "wide vocabulary", "wide MLP"], PLAIN),
         *product(["fast_dllm_dual"], ["bfloat16"], ["short", "guided", "sampled", "threshold", "drift-aware"]),
-        # What steps over chosen rows hold does not hang on the vocabulary and the MLP.
+        # Bytes of steps over chosen rows do not depend on the vocabulary and the MLP.
         *((policy, *case) for policy in EVERY if policy != "polestar" for case in FEW),
         *product(["dllm_cache", "elastic_cache"], ["multi-head", "grouped"], OF_ITS_OWN),
     ],
 )
 
 
-# Hidden states in tiers: what a call holds depends on the clusters, and is booked for those that take most.
-# `EVERYTHING` renews all rows in every step. Then the bound is close, but where it counts finished blocks that are not
-# there yet; else it is loose by as much as an update passes over fewer rows.
+# Hidden states in tiers: bytes of a call depend on the clusters, and are booked for those that take most.
+# `EVERYTHING` renews all rows in every step. Then the bound is close, unless it counts finished blocks that are not
+# there yet. Else it is loose, because an update passes over fewer rows.
 EVERYTHING: dict[str, Any] = {"top_m": 1000, "update_threshold": 0}
 HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
     "default": (0.6, {}),
@@ -165,7 +165,7 @@ def random_model(*, dtype: torch.dtype = torch.float32, vocab_size: int = 2048, 
 
 
 def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **options: Any) -> GenerationOutput:
-    """What `generate` gives, where it has allocated no more than it booked, and `tight` of that at the least."""
+    """The output of `generate`, which has to allocate at most its booked bytes, and at least `tight` of them."""
     gc.collect()
     with Allocations() as allocated:
         out = runtime.generate(ids, **options)
@@ -217,7 +217,7 @@ def test_a_call_over_blocks_allocates_what_it_books(policy: str, call: str, head
     generated(runtime, ids, 0.7, **{"block_length": 16, **options})
 
 
-# Mixtures of experts: of what most room is for: the router, one expert, or the shared one.
+# Mixtures of experts: most room is for the router, for one expert, or for the shared one.
 MIXTURES: dict[str, dict[str, Any]] = {
     "router": {"num_experts": 1024, "moe_router_enable_expert_bias": True},
     "expert": {"num_experts": 4, "expert_intermediate_size": 1024},
@@ -251,7 +251,7 @@ def test_a_call_over_experts_allocates_what_it_books(policy: str, call: str, dty
     generated(Runtime(mixture_model(mixture, dtype), policy=make_policy(policy)), ids, 0.75, **options)
 
 
-# How tokens are proposed: how tight, the options. What is not drawn is booked as if it were, where it takes any room.
+# How tokens are proposed: how tight, the options. If a draw takes room, it is booked also for tokens without one.
 SAMPLINGS: dict[str, tuple[float, dict[str, Any]]] = {
     "margin": (TIGHT, {"confidence": "margin"}),
     "entropy": (0.5, {"confidence": "entropy"}),
@@ -365,7 +365,7 @@ def host_memory_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **sizes: Any) -> dict[Tier, int]:
-    """What the plan says of a call, the weights left out: the runtimes of these tests do not book them."""
+    """Planned bytes of a call by tier. Weights are left out: the runtimes of these tests do not book them."""
     dtype = str(runtime.dtype).removeprefix("torch.")
     sizes = {"batch": 1, "block_length": 32, **sizes}
     made = CallShape(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)
@@ -427,7 +427,7 @@ def test_a_call_whose_features_are_streamed_allocates_what_it_books(policy: str,
     least = planned(Runtime(model, policy=made), context, MemoryBudget(device=0), **sizes)
     budget = MemoryBudget(device=least[Tier.DEVICE], host=least[Tier.HOST])
     runtime = Runtime(model, policy=made, ledger=Ledger(budget))
-    # What clusters take is booked for those that take most.
+    # Bytes of clusters are booked for those that take most.
     out = generated(runtime, ids, 0.7 if policy == "polestar" else TIGHT, **options)
     assert out.memory.peak_device_bytes <= least[Tier.DEVICE]
     assert out.memory.tiers[Tier.HOST].peak <= least[Tier.HOST]
@@ -470,7 +470,7 @@ def test_a_call_runs_to_its_end_in_what_it_needs(options: str, seed: int):
 def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkeypatch: pytest.MonkeyPatch):
     ids = torch.randint(0, 1000, (1, 150))
     needed = planned(budgeted(options, UNCAPPED), 150 + 64)
-    # Of the host there is what hidden states need, so that nothing can be streamed instead.
+    # The host has room for hidden states alone, so nothing can be streamed instead.
     enough = MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST])
     runtime = budgeted(options, replace(enough, **{tier.value: needed[tier] - 1}))
     monkeypatch.setattr(LLaDA, "embed", lambda *_: pytest.fail("work has begun"))
@@ -555,7 +555,7 @@ CAPPED_MODELS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "many heads": {"heads": 16},
 }
-# All scores at a time, or few of them: what is large then is what a layer makes beside them.
+# All scores at a time, or few of them: then other tensors of a layer take most.
 CAPPED_CASES = and_long(
     [
         *((policy, "wide", "short", 1 << 20) for policy in CAPPED),

@@ -1,4 +1,4 @@
-"""The canvas: where everything stands, what is pending, and what a commit changes."""
+"""The canvas: positions, pending columns, and the columns that a commit changes."""
 
 import torch
 

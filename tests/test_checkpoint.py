@@ -101,7 +101,7 @@ def test_weights_survive_the_file(write_checkpoint: Callable[..., Path]):
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
-# What `from_pretrained` does about weights.
+# The part of `from_pretrained` that loads weights.
 MEASURED = """
 import json, sys, torch
 from pathlib import Path
@@ -151,7 +151,7 @@ def test_loading_takes_the_model_and_one_shard(write_checkpoint: Callable[..., P
 
 
 class Bomb:
-    """Leaves a file behind where it is unpickled."""
+    """Leaves a file behind when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

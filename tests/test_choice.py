@@ -1,4 +1,4 @@
-"""What a call runs under if that is open: the prompt and the budget decide."""
+"""An open policy, or an open refresh: the prompt and the budget decide."""
 
 import json
 import time
@@ -88,7 +88,7 @@ class TestChoice:
         assert chosen(**given) == Choice(policy, why)
 
     @pytest.mark.parametrize("short", [1, 0])
-    def test_what_does_not_fit_is_none(self, short: int):
+    def test_the_choice_is_none_if_nothing_else_fits(self, short: int):
         needed = Workload(NONE, sizes(2176)).total()
         found = chosen(budget=MemoryBudget(device=needed - short, host=0))
         assert found == Choice(NONE, "nothing fits the budget" if short else "nothing else fits the budget")
@@ -126,7 +126,7 @@ class TestChoice:
         assert found.why == f"4 blocks after a prompt of {prompt} tokens"
         assert choose(policy, sizes(2080, answer=32), MemoryBudget()).policy == plain
 
-    def test_what_was_not_decided_does_not_start(self):
+    def test_an_open_policy_does_not_start(self):
         with pytest.raises(TypeError, match="policy 'auto' cannot run"):
             Auto().start()
         with pytest.raises(ValueError, match="option 'top_m': policy 'auto' has no options"):
@@ -162,13 +162,13 @@ class TestAlike:
         assert found.policy.name != "none" and str(found) == f"{found.policy}: {found.why}"
         assert repr(Choice(NONE)) == "<Choice none>"
 
-    def test_a_card_says_why(self):
+    def test_a_card_has_the_reason(self):
         made = tiered.plan("embedded", context=1024)
         assert made.why and f"chosen: {made.why[:40]}" in str(made)
         assert "chosen" not in str(tiered.plan("embedded", context=1024, policy="none"))
 
-    def test_who_looks_on_changes_no_choice(self):
-        # A budget that the call just fits: with what looks on it is refused, not answered otherwise.
+    def test_an_inspector_changes_no_choice(self):
+        # The call just fits the budget: with an inspector it is refused, and gets no other policy.
         ids = torch.full((1, 300), 7)
         runtime = tiered.from_pretrained("embedded", device="cpu")
         out = runtime.generate(ids, max_new_tokens=32)
@@ -193,7 +193,7 @@ class TestRegimes:
     TIE = 1.1
 
     def ratios(self, policy: Policy, rivals: Collection[str] | None = None) -> dict[tuple[Any, ...], float]:
-        """By point, the seconds of what `policy` means there over the least of `rivals`; None for all policies."""
+        """By point, the seconds of the policy chosen by `policy` over the least of `rivals`, or of all policies."""
         rows, _ = read_rows(RESULTS / "regimes")
         found = {}
         for point, contest in contests(
@@ -209,13 +209,13 @@ class TestRegimes:
                 found[point] = ratio
         return found
 
-    def test_it_is_faster_than_none(self):
+    def test_the_choice_is_faster_than_none(self):
         found = self.ratios(Auto(), {"none", "attended"})
         slower = {point: ratio for point, ratio in found.items() if ratio > self.TIE}
         # Half of the cache goes over a slow link.
         assert len(found) == 30 and slower == {(512, 4, 4, 256, 0.5, 100): pytest.approx(1.24, abs=0.01)}
 
-    def test_what_is_faster_freezes_the_prompt(self):
+    def test_faster_policies_freeze_the_prompt(self):
         """Such policies answer no fresh task (docs/fresh-prompts.md)."""
         assert max(self.ratios(Auto()).values()) < 2
         looking = {"attended", "polestar", "polestar-drift"}

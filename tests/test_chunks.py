@@ -58,7 +58,7 @@ def test_a_layer_that_was_written_in_full_is_one_copy_and_a_span_one_a_head():
     assert len(chunks.segments(chunks.of(2))) == 2
 
 
-def test_short_gaps_are_copied_with_what_is_around_them():
+def test_short_gaps_are_copied_with_their_neighbours():
     chunks, columns = Chunks(2, 1, 64, ROW, 16), np.zeros((2, 64), dtype=bool)
     columns[:, [0, 4, 60]] = True
     columns[1, 63] = True

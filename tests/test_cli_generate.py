@@ -1,4 +1,4 @@
-"""`tiered generate`: answers, JSON in their place, errors, and what a terminal alone is shown."""
+"""`tiered generate`: answers, JSON in their place, errors, and output for terminals alone."""
 
 import io
 import json

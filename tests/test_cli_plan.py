@@ -75,7 +75,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     assert [told["tiers"][tier]["cap"] for tier in Tier] == [64 * 2**30, 2**30, None]
 
 
-def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
+def test_a_plan_that_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
     call = ["plan", "llada-8b", "--context", "4096", "--memory", "1GiB"]
     assert main([*call, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is False
@@ -153,7 +153,7 @@ def test_a_bug_is_no_tidy_error(monkeypatch: pytest.MonkeyPatch):
         (["fly"], 2, "invalid choice: 'fly'"),
     ],
 )
-def test_what_argparse_answers(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]):
+def test_answers_of_argparse(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == status
@@ -161,7 +161,7 @@ def test_what_argparse_answers(arguments: list[str], status: int, text: str, cap
 
 
 class Told:
-    """A plan that says whatever a model may write: colours, a title, C1 codes, a bell, and what is harmless."""
+    """A plan with all that a model may write: colours, a title, C1 codes, a bell, and harmless text."""
 
     def __str__(self) -> str:
         return "\x1b[31mred \x1b]0;title\x07 \x9b2J \x7f\b\rover\r\n\tkept \u200d é"
@@ -187,9 +187,7 @@ def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_all(monkeypatch: 
     assert shown == f"�[31mred �]0;title� �2J ���over\n\tkept \u200d é\n{record}\n"
 
 
-def test_a_reader_who_has_gone_ends_it_without_a_word(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_closed_pipe_ends_it_silently(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tiered.planning.plan.plan", lambda *_, **__: Told())
     ours, theirs = os.pipe()
     os.close(ours)
@@ -200,7 +198,7 @@ def test_a_reader_who_has_gone_ends_it_without_a_word(
 
 
 @pytest.mark.parametrize("pressed", [True, False])
-def test_what_a_library_makes_of_an_interrupt(pressed: bool, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_that_a_library_turns_into_another_error(pressed: bool, monkeypatch: pytest.MonkeyPatch):
     def half_imported(*_: object, **__: object):
         try:
             if pressed:
@@ -240,7 +238,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):
     assert all(command in out for command in ("generate", "serve", "trace", "plan", "models"))
 
 
-def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureFixture[str]):
+def test_models_lists_all_names(hub_cache: Path, capsys: pytest.CaptureFixture[str]):
     def download(model: str, config: object, *files: str):
         repository = hub_cache / f"models--{model.replace('/', '--')}"
         snapshot = repository / "snapshots" / ("0" * 40)

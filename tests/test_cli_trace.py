@@ -1,4 +1,4 @@
-"""`tiered trace`: the file, the table, and what is refused before any work."""
+"""`tiered trace`: the file, the table, and errors before any work."""
 
 import gzip
 import json

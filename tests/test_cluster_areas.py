@@ -72,7 +72,7 @@ def test_clusters_of_every_group(case: tuple[Tensor, tuple[tuple[int, int], tupl
     inside = torch.zeros(groups, length, dtype=torch.bool)
     for first, stop in areas:
         inside[:, first:stop] = here[:, first:stop]
-    # What is outside the areas or invalid is never looked at.
+    # Rows outside the areas and invalid rows are never read.
     indices = cluster_areas(hidden.where(inside[..., None], torch.nan), areas, clusters, valid=valid)
     assert len(indices) == groups
     for group, index in enumerate(indices):
@@ -98,8 +98,8 @@ def test_each_area_is_clustered_by_k_means(elements: int | None, monkeypatch: py
         check_against_rows(index, hidden[group])
 
 
-def test_groups_do_not_know_of_each_other():
-    """Sequences with different padding have different shares, in whatever order they come."""
+def test_groups_are_independent():
+    """Sequences with different padding have different shares, in any order."""
     hidden, valid = random(5, 60, 8), torch.ones(5, 60, dtype=torch.bool)
     valid[1, :20] = valid[3, :20] = valid[4, :20] = valid[2, 55:] = False
     areas = ((0, 30), (38, 60))
@@ -173,7 +173,7 @@ CASES = [(name, torch.float32) for name in ALIKE] + [(name, torch.bfloat16) for 
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
-def test_rows_that_are_equal_but_for_rounding_are_equal(name: str, dtype: torch.dtype):
+def test_rows_that_differ_by_rounding_are_equal(name: str, dtype: torch.dtype):
     """Every group has the rows of the first, off by less than a unit in the last place."""
     rows = ALIKE[name]
     n = len(rows)
@@ -201,6 +201,6 @@ HIDDEN = random(2, 40, 6)
         ({"hidden": 1e300 * HIDDEN.double()}, "exceeds float32"),
     ],
 )
-def test_what_is_refused(arguments: dict, message: str):
+def test_bad_arguments_are_refused(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         cluster_areas(**{"hidden": HIDDEN, "areas": ((0, 16), (24, 40)), "clusters": 4, **arguments})

@@ -25,7 +25,7 @@ def encoded(codec: Codec, rows: Tensor, centroids: Tensor, standing: int = 0xA5)
 
 
 def rows_of(codec: Codec, buffer: Tensor, out: Tensor, centroids: Tensor, places: Tensor | None = None) -> Tensor:
-    """`out`, with the rows decoded into its `places`; None for the first ones."""
+    """`out`, with the rows decoded into its `places`. If `places` is None, they are its first rows."""
     to = torch.arange(len(NUMBERS)) if places is None else places
     decode(codec, buffer, NUMBERS, out, to, base_of(codec, centroids))
     return out
@@ -70,7 +70,7 @@ def test_the_error_is_that_of_the_format(codec: Codec, rows: Tensor, centroids: 
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_rows_go_where_they_are_wanted(codec: Codec, rows: Tensor, centroids: Tensor):
+def test_rows_are_decoded_into_their_places(codec: Codec, rows: Tensor, centroids: Tensor):
     buffer = encoded(codec, rows, centroids)
     plain = rows_of(codec, buffer, torch.empty_like(rows), centroids)
     places = torch.randperm(20, generator=torch.Generator().manual_seed(3))[: len(rows)]
@@ -101,7 +101,7 @@ def test_extreme_rows_stay_finite(codec: Codec, rows: Tensor, centroids: Tensor)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", Codec)
-def test_what_is_at_work_is_booked(codec: Codec, dtype: torch.dtype):
+def test_working_memory_is_booked(codec: Codec, dtype: torch.dtype):
     """Beside a copy of the rows' bytes, which lie apart."""
     count, width = 128, 512
     rows, numbers = torch.randn(count, width).to(dtype), torch.arange(count)

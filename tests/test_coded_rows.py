@@ -1,4 +1,4 @@
-"""Rows of keys and values in codes: bytes, errors, and that each goes through any number of times."""
+"""Rows of keys and values in codes: bytes, errors, and rows that are coded again."""
 
 import pytest
 import torch
@@ -43,8 +43,8 @@ def random_rows(count: int, width: int, scale: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-20, 3e-4, 1.0, 2e4])
 @pytest.mark.parametrize("code", RowCode)
-def test_rows_go_through_any_number_of_times(code: RowCode, dtype: torch.dtype, scale: float):
-    """Scales are powers of two: what comes back is exact in every dtype, and makes the same bytes again."""
+def test_decoded_rows_are_coded_to_the_same_bytes(code: RowCode, dtype: torch.dtype, scale: float):
+    """Scales are powers of two, so a decoded row is exact in every dtype, and codes to the same bytes again."""
     once = CodedRows.of(random_rows(512, WIDTH, scale).to(dtype), code)
     again = CodedRows.of(once.values(), code)
     assert torch.equal(again.values(), once.values())
@@ -56,7 +56,7 @@ def test_rows_go_through_any_number_of_times(code: RowCode, dtype: torch.dtype, 
 )
 @pytest.mark.parametrize("code", RowCode)
 def test_the_kernel_makes_the_same_bytes(code: RowCode, width: int, dtype: torch.dtype):
-    """On a GPU where there is one, else in Triton's interpreter, of rows of every size that lie apart."""
+    """On a GPU if there is one, else in Triton's interpreter; rows have every size, and lie apart."""
     pytest.importorskip("triton")
     from tiered.kernels import encode_rows as kernel
 

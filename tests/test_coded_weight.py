@@ -57,7 +57,7 @@ def random_weight(out: int, inner: int, dtype: torch.dtype = torch.float32) -> T
         (NVFP4, 33, (24, 28), 32),
     ],
 )
-def test_where_the_parts_of_a_row_are(code: WeightCode, elements: int, parts: tuple[int, int], total: int):
+def test_sizes_and_offsets_of_the_parts_of_a_row(code: WeightCode, elements: int, parts: tuple[int, int], total: int):
     assert (code.code_bytes(elements), code.scale_at(elements)) == parts
     assert code.row_bytes(elements) == total
 
@@ -94,7 +94,7 @@ def test_the_error_is_that_of_the_format(code: WeightCode, least: float, most: f
 
 @pytest.mark.parametrize("code", WeightCode)
 def test_each_row_is_alone(code: WeightCode):
-    """Whatever else a weight holds, and however many rows are coded at once."""
+    """Other rows of a weight, and the number of rows that are coded at once, change no byte of a row."""
     inner = CHUNK_ELEMENTS // 8 - 5
     weight = random_weight(20, inner)
     coded = CodedRows.of(weight, code)
@@ -135,7 +135,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 
 
 def product_by(implementation: str) -> Callable[[Tensor, CodedRows], Tensor]:
-    """The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter."""
+    """The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter."""
     if implementation == "reference":
         return weight_product_ref.weight_product
     pytest.importorskip("triton")
@@ -242,7 +242,7 @@ def test_a_model_of_coded_weights_is_that_of_their_values(
     assert isinstance(filled(checkpoint, decoded, codes, decoded=False).wte.weight, CodedRows)
 
 
-def test_a_tensor_is_read_where_it_lies(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
+def test_the_extent_of_a_tensor_holds_its_bytes(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
     directory = write_checkpoint(shards=3)
     checkpoint, model = opened(directory, tiny_config)
     names = list(checkpoint.order())
@@ -259,7 +259,7 @@ def test_a_tensor_is_read_where_it_lies(write_checkpoint: Callable[..., Path], t
         assert file.read_bytes()[first : first + count] == weight.view(torch.uint8).numpy().tobytes()
 
 
-def test_codes_are_made_of_what_the_dtype_holds(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
+def test_codes_are_made_of_values_of_the_dtype(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
     checkpoint, _ = opened(write_checkpoint(), tiny_config)
     name, device = "model.transformer.blocks.0.q_proj.weight", torch.device("cpu")
     raw = checkpoint.read(name, dtype=torch.bfloat16, device=device)

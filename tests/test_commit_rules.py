@@ -20,7 +20,7 @@ from tiered.decoding.rules.registry import make_commit_rule
 from tiered.decoding.rules.threshold import Factor, Threshold
 from tiered.decoding.rules.timestep import Origin, Timestep
 
-# A confidence of each pending row, None where nothing is pending. Few values, so that ties are common.
+# A confidence of each pending row, None if nothing is pending. Few values, so that ties are common.
 CONFIDENCES = st.sampled_from([0.0, 0.25, 0.5, 0.5 + 2**-40, 0.75, 0.9, 1.0])
 ROWS = st.integers(1, 9).flatmap(
     lambda length: st.lists(
@@ -151,7 +151,7 @@ def test_ties_go_left(rule: CommitRule):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("confidence", [0.0, math.nan])
 def test_a_step_always_commits(rule: CommitRule, confidence: float):
-    """Whatever the model says: a block that never ended would hang the call."""
+    """A block that never ended would hang the call."""
     rows: list[Row] = [[None, confidence, confidence, confidence, confidence], [confidence] + [None] * 4, [None] * 5]
     fixed = chosen(rule, rows, steps=4)
     assert [bool(columns) for columns in fixed] == [True, True, False]
@@ -239,15 +239,15 @@ def test_timestep_counts_masks_that_it_is_not_shown():
     state = Timestep().start(4)
     everything: list[Row] = [[0.1] * 8, [0.2, 0.1, 0.2, 0.1, None, None, None, None]]
     state.begin_block(candidates(everything).pending)
-    # Of 8 and 4 masks a little less than a quarter is due, but who is shown a part fixes one of it at least.
+    # Of 8 and 4 masks a little less than a quarter is due, but a sequence with shown masks fixes one at least.
     shown: list[Row] = [[None] * 5 + [0.1, 0.3, 0.2], [None, 0.5, 0.4, None, None, None, None, None]]
     assert state.choose(candidates(shown)).nonzero().tolist() == [[0, 6], [1, 1]]
-    # A third of 7 and 3, whatever is shown.
+    # A third of 7 and 3, however many are shown.
     shown = [[None] * 5 + [0.1, None, 0.2], [0.1, None, 0.4, None, None, None, None, None]]
     assert state.choose(candidates(shown)).nonzero().tolist() == [[0, 5], [0, 7], [1, 2]]
     nothing: list[Row] = [[None] * 8] * 2
     assert not state.choose(candidates(nothing)).any()
-    # The last step, and any that has to follow it, takes all that is there.
+    # The last step, and any that has to follow it, takes all shown masks.
     for last in ([[0.1, 0.2, *[None] * 6], [0.1, *[None] * 7]], [[None, None, 0.1, 0.1, *[None] * 4], nothing[0]]):
         given = candidates(last)
         assert torch.equal(state.choose(given), given.pending)
@@ -305,7 +305,7 @@ def test_a_batch_draws_what_each_sequence_draws_alone(rule: CommitRule):
     rows: list[Row] = [[0.1, 0.2] * 6, [None] * 9 + [0.3, 0.2, 0.1], [0.5, 0.2, 0.4] * 4]
 
     def blocks(seed: int, sequences: list[int]) -> list[dict[int, list[list[int]]]]:
-        """What is fixed in each step of each block, by sequence."""
+        """Columns that each step of each block fixes, by sequence."""
         noise, done = Generators(seed, len(sequences), CPU), []
         state = rule.start(6, noise)
         for block in range(4):

@@ -23,7 +23,7 @@ from tiered.kernels.choice import for_device
 TESTS = Path(__file__).resolve().parent
 KERNELS = TESTS.parent / "kernels"
 
-# Runs where TRITON_INTERPRET is unset: the interpreter's kernels cannot be compiled. Prints what went wrong, by name.
+# Runs where TRITON_INTERPRET is unset: the interpreter's kernels cannot be compiled. Prints errors by name.
 COMPILE = """
 import importlib.util, json, re, sys
 from pathlib import Path
@@ -103,7 +103,7 @@ COMPILATIONS = {compilations}
 POINTERS = {"source": "*u8", "target": "*fp32"}
 ONCE = f"(Compilation(kernel=kernel, types={POINTERS}),)"
 COPY = "tl.store(target + at, tl.load(source + at).to(tl.float32))"
-# What the interpreter runs, or never sees, and sm_90 refuses: each by the construct.
+# Constructs that the interpreter runs or never sees, and sm_90 refuses.
 REFUSED = {
     "e2m1_conversion": "x = tl.load(source + at).to(tl.int16)\n    "
     'asm: tl.constexpr = "{ .reg .b8 x; cvt.u8.u16 x, $1; cvt.rn.f16x2.e2m1x2 $0, x; }"\n    '
@@ -130,8 +130,8 @@ SOURCES["shared_memory"] = SOURCES["shared_memory"].replace("kernel=kernel,", "k
 
 
 def ops() -> list[Path]:
-    """The files of kernels/ that launch a Triton kernel: they import triton, and not all their functions are compiled
-    into somebody else's kernel. Whatever a helper of them all gets wrong shows in the kernels that it is a part of."""
+    """The files of kernels/ that launch a Triton kernel: they import triton or `launch`, and some function of theirs is
+    not `triton.jit`. An error in another file's function shows in the kernels that use it."""
     return [path for path in sorted(KERNELS.glob("*.py")) if not path.stem.endswith("_ref") and is_op(parsed(path))]
 
 
@@ -161,8 +161,8 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def compile_ahead(paths: list[Path], cache: Path, *, architecture: int = 90, every: bool = False) -> dict:
-    """What failed of the compilations that the modules at `paths` list, by name, and how many did not: `every` one of
-    them, or the first of each kernel."""
+    """Errors of failed compilations by name, and the number of the others. The modules at `paths` list them. Unless
+    `every` is set, the first one of each kernel is compiled."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = [str(TESTS / "compilations"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
@@ -199,13 +199,13 @@ def test_the_modules_are_found():
         ("from tiered.kernels.launch import PROGRAMS\ndef f(): ...", False),
     ],
 )
-def test_an_op_is_told_from_its_parts(source: str, expected: bool):
+def test_files_that_launch_kernels_are_found(source: str, expected: bool):
     assert is_op(ast.parse(source)) == expected
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """Of all kernels and of what cannot be compiled, in one process."""
+    """Of all kernels and of sources that cannot be compiled, in one process."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("refused")
     for name, source in SOURCES.items():
@@ -221,7 +221,7 @@ def test_every_kernel_compiles_for_sm_90(outcome: dict):
 
 
 @pytest.mark.slow
-def test_what_does_not_compile_is_reported(outcome: dict):
+def test_a_kernel_that_does_not_compile_is_reported(outcome: dict):
     assert {name.split(".")[0] for name in outcome["failures"]} == SOURCES.keys() - {"good"}
     for name, reason in {
         "e2m1_conversion": "not supported on .target 'sm_90a'",

@@ -1,4 +1,4 @@
-"""What a CUDA device is made ready by, on faked ones."""
+"""How a CUDA device is made ready, on faked devices."""
 
 import contextlib
 import threading
@@ -38,7 +38,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
 
 
 def test_no_call_gets_cudnns_attention_in_whatever_order_calls_end(cudnn: Callable[[], bool]):
-    """torch has one switch for all threads: who puts it back does so in the middle of somebody else's call."""
+    """torch has one switch for all threads, so a call that restored it would change other calls that still run."""
     with computing_on(CPU):
         assert cudnn()
     calls = [computing_on(CUDA) for _ in range(3)]
@@ -102,7 +102,7 @@ def test_gpu_of_a_plan_on_a_machine_without_one(device: str, expected: Gpu | Non
 
 
 @pytest.mark.parametrize(("free", "warns"), [(1 << 30, False), (48 << 20, False), (40 << 20, True)])
-def test_a_budget_that_the_card_has_no_room_for_is_told(free: int, warns: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_budget_beyond_the_free_memory_of_the_card_warns(free: int, warns: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 << 20)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)

@@ -1,5 +1,4 @@
-"""What official code answers on DiffusionGemma: logits around its window, and canvases by recorded draws. And what is
-kept of a context."""
+"""DiffusionGemma against official code: logits around its window, canvases by recorded draws, and rows of a context."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -91,7 +90,7 @@ def test_logits(runtime: Runtime, case: str, policy: str):
 
 
 @pytest.mark.parametrize("case", LOGITS)
-def test_what_is_kept_of_a_context(runtime: Runtime, case: str):
+def test_stored_rows_of_a_context(runtime: Runtime, case: str):
     ids, mask = recorded(case, "input_ids"), mask_of(case, recorded(case, "input_ids"))
     canvas = recorded(case, "canvas")
     with first_step(runtime, ids, attention_mask=mask, prior=canvas, max_new_tokens=16) as (forward, pass_):
@@ -103,7 +102,7 @@ def test_what_is_kept_of_a_context(runtime: Runtime, case: str):
             values = forward.store.view(Feature.VALUE, layer)[:, :, first : first + count]
             official = TENSORS[f"{case}.v.{layer}"]
             torch.testing.assert_close(values.where(there[:, None], 0), official.where(there[:, None], 0))
-            if bool(mask.all()):  # theirs count the positions of padding too
+            if bool(mask.all()):  # official keys count the positions of padding too
                 keys = forward.keys(layer)[:, :, first : first + count]
                 torch.testing.assert_close(keys, TENSORS[f"{case}.k.{layer}"])
 
@@ -154,7 +153,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
     assert torch.equal(out.sequences, final)
     taken = sum(out.steps_by_kind.get(kind, 0) for kind in ("step", "commit", "refresh"))
     assert taken == SAMPLING[case]["decoder_forwards"]
-    if ends is None:  # every canvas on the way: what a step leaves is what the next one begins with
+    if ends is None:  # every canvas on the way: a step begins with the canvas that the last one left
         begun, answer = recorded(case, "canvas_in"), final[:, ids.shape[1] :]
         columns = [16 * number for number in recorded(case, "canvas_index").tolist()]
         pairs = zip(columns, begun, strict=True)
@@ -169,7 +168,7 @@ def test_windows_move_without_a_trace(canvas: int, kv: str):
     # Canvases shorter than the window, which moves by pieces, and longer ones; prompts in parts shorter than it.
     runtime = tiered.from_pretrained(GOLDENS / "dgemma_tiny", policy="none", kv=kv)
     ids = torch.randint(0, 500, (2, 40), generator=torch.Generator().manual_seed(1))
-    # Where two tokens are nearly as likely a last bit decides, and in a code it may change a value; not with this seed.
+    # If two tokens are nearly as likely a last bit decides, and in a code it may change a value; not with this seed.
     call: dict[str, Any] = {"max_new_tokens": 5 * canvas, "block_length": canvas, "block_steps": 2, "seed": 2}
     own = runtime.generate(ids, stop_at_eos=False, **call).sequences
     kept = runtime.with_policy("block_causal", prefill_rows=8)

@@ -112,7 +112,7 @@ def test_the_paper_s_variants_by_hand(runtime: Runtime, variant: str, block: int
     assert torch.equal(torch.stack(out.history), by_hand(runtime.model, prompt, block, wanted))
 
 
-# ---- where a row predicts the token behind its own ----
+# ---- rows that predict the token behind their own ----
 
 
 @pytest.fixture(scope="module")

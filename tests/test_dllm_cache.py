@@ -97,7 +97,7 @@ def test_sequences_of_the_official_code(tiny: Runtime, case: str, chosen: Chosen
 
 
 def test_logits_of_the_official_code(tiny: Runtime):
-    # Twelve forwards on given tokens through one cache, without what sampling feeds back.
+    # Twelve forwards on given tokens through one cache, without tokens of a sampler.
     ids, logits = (TENSORS[f"forward_seq.Kp8_Kr4_rho0.25.{name}"] for name in ("input_ids", "gen_logits"))
     canvas = Canvas(ids[:1, :24].long(), torch.zeros(1), max_new_tokens=32, block_length=32, mask_token_id=511)
     policy = parity.policy("dllm_cache", prompt_interval=8, response_interval=4, update_ratio=0.25)
@@ -138,7 +138,7 @@ class Oracle:
         self.gap = math.inf  # smallest distance between the last row that was chosen and the first that was not
 
     def step(self, ids: Tensor, block: tuple[int, int], begins: bool) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
-        """Logits of the block's rows, and the chosen columns by layer and half, where the answer is not due."""
+        """Logits of the block's rows, and the chosen columns by layer and half, unless the answer is due."""
         policy, clock = self.policy, self.clocks[0]
         logits, chosen = self.half(ids, 0, block)
         if not self.scale:
@@ -203,7 +203,7 @@ class Oracle:
         return torch.tensor(order[:count]) + self.prompt
 
     def kept(self, cache: dict, key: tuple[int, str], branch: Tensor, rows: list[int]) -> Tensor:
-        """The cached branches, `rows` of them new. Those of prompt rows that are not renewed are of no use."""
+        """The cached branches, `rows` of them new. No step needs those of prompt rows that are not renewed."""
         cache.setdefault(key, torch.zeros_like(branch))[rows] = branch[rows]
         return cache[key]
 
@@ -305,7 +305,7 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
     assert oracle.gap > 1e-5, oracle.gap
 
 
-# ---- what the options are worth ----
+# ---- effects of the options ----
 
 CALL: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False, "output_history": True}
 PROMPT = torch.randint(0, 480, (1, 17), generator=torch.Generator().manual_seed(1))
@@ -335,7 +335,7 @@ def test_passes_and_rows_are_counted(grouped: Runtime):
 
 
 @pytest.mark.parametrize("new", [1, 3])
-def test_a_block_may_have_one_token_where_its_row_is_in_front_of_it(new: int):
+def test_a_block_may_have_one_token_predicted_by_the_row_in_front(new: int):
     dream = tiered.from_pretrained(GOLDENS.parent / "dream" / "dream_tiny", dtype="float32", policy="none")
     call: dict[str, Any] = {"max_new_tokens": new, "block_length": 1, "stop_at_eos": False}
     prompt = torch.arange(5, 12)[None]
@@ -385,7 +385,7 @@ def test_sequences_of_a_batch_keep_their_own_clocks(
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(0, 480, (length,), generator=generator) for length in UNEVEN]
     if call["stop_at_eos"]:
-        # Whatever the second sequence writes third is its end.
+        # The third token of the second sequence is its end.
         free = runtime.generate(prompts[1][None], **{**call, "stop_at_eos": False})
         monkeypatch.setattr(runtime.model, "eos_token_id", int(free.sequences[0, UNEVEN[1] + 2]))
     alone = [runtime.generate(prompt[None], **call) for prompt in prompts]

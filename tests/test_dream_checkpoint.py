@@ -1,4 +1,5 @@
-"""Dream from a checkpoint: every layout and dtype, a tied head, the biases, and what config.json may not say."""
+"""Dream from a checkpoint: every layout and dtype, a tied head, the biases, and values that config.json must not
+have."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ def test_a_bad_config_is_named(changes: dict[str, Any], message: str):
         read_dream_config(config)
 
 
-def test_what_a_config_leaves_out():
+def test_defaults_of_a_config():
     config = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps")}
     read = read_dream_config(config)
     assert (read.rotation.theta, read.norm_eps, read.head_tied) == (10000.0, 1e-6, False)

@@ -1,4 +1,4 @@
-"""What official code answers on Dream: logits, `diffusion_generate`, and the caches of three groups of authors."""
+"""Dream against official code: logits, `diffusion_generate`, and the caches of three groups of authors."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ RECORDED: dict[str, dict[str, dict[str, Any]]] = {
     part: json.loads((GOLDENS / f"{part}.json").read_text()) for part in PARTS
 }
 SEQUENCES = {part: load_file(GOLDENS / f"{part}.safetensors") for part in PARTS}
-# Those that draw random numbers come out if numbers are drawn from torch's stream as there: `test_drawn_sequences`.
+# Cases with draws come out if numbers are drawn from torch's stream as in the official code: `test_drawn_sequences`.
 CASES = [(part, case) for part, cases in RECORDED.items() for case in cases if "seed0" not in case]
 DKV_CACHE = {"decoded": "dkv_decode", "prefill": "dkv_prefill", "pd": "dkv_pd"}
 
@@ -114,12 +114,12 @@ def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
     out, recorded = generate(runtimes, part, case)
     tensors = SEQUENCES[part]
     prompt, states = tensors[f"{case}.prompt"], list(tensors[f"{case}.history"])
-    # Recorded after each step, whether it changed anything or not, and mostly without what there was at first.
+    # Recorded after each step, with a change or without one, and mostly without the first canvas.
     first = torch.cat([prompt, prompt.new_full((len(prompt), states[0].shape[1] - prompt.shape[1]), 511)], dim=1)
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), changes([first, *states]))
     assert torch.equal(out.sequences.int(), tensors[f"{case}.final"])
-    # One state a step, where the first is not among them.
+    # One state a step, if the first is not among them.
     assert out.num_forwards == recorded.get("n_forward", len(states))
     if "fwd_seq_lens" in recorded:
         assert out.rows_per_step == recorded["fwd_seq_lens"]
@@ -160,7 +160,7 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("part", "case", "changed"),
     [
-        # Why each piece of `parity` is there: without it, what was recorded does not come out.
+        # Reasons for each piece of `parity`: without it, the recorded tokens do not come out.
         ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"as_authors": False}),
         ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "un_right"}),
         ("dkv_cache", "dream_tiny.decode_s32_r4_un_right", {"as_authors": False}),

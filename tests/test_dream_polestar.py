@@ -1,5 +1,5 @@
-"""Polestar on Dream: with everything renewed it is the uncached model, with nothing the dual cache, and where hidden
-states lie and how they travel changes no bit."""
+"""Polestar on Dream. With everything renewed it is the uncached model, with nothing renewed the dual cache. The tier of
+the hidden states and their way change no bit."""
 
 from collections.abc import Callable
 from pathlib import Path

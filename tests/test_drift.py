@@ -1,4 +1,4 @@
-"""The drift of centroids against its definition in float64, over several updates, and what a reference keeps."""
+"""The drift of centroids against its definition in float64, over several updates, and the state of a reference."""
 
 import importlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tiered.core.rows import Rows
 from tiered.policies.polestar import drift
 from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
-LAW = 1e-5  # |measured − defined|, relative where the drift is above 1
+LAW = 1e-5  # |measured − defined|, relative if the drift is above 1
 ROUNDING = 2**-8  # of what columns give, up to which it counts as unmoved
 BLOCK = Rows.span(18, 24)
 HERE = slice(0, BLOCK.count)
@@ -25,9 +25,9 @@ HERE = slice(0, BLOCK.count)
 
 @dataclass
 class World:
-    """What a layer stores at the last update and now. Keys and queries lie on a grid, so that scores are exact in
-    float32, unless `rounded`. The first element of a query is 1: a rise of that of a key moves all its scores alike.
-    `output`: drift is that of the output."""
+    """A layer's keys and values at the last update and now. Keys and queries lie on a grid, so that scores are exact in
+    float32, unless `rounded`. The first element of a query is 1, so a rise of a key's first element moves all its
+    scores alike. `output`: drift is that of the output."""
 
     seed: int
     batch: int = 2
@@ -90,14 +90,13 @@ class World:
         self.remember()
 
     def remember(self) -> None:
-        """What is stored now is that of the last update."""
+        """Take the present keys and values as those of the last update."""
         self.last = self.keys.clone(), self.values.clone()
         self.written = torch.zeros(self.batch, self.length, dtype=torch.bool, device=self.device)
         self.written[:, 18:24] = True  # every step writes the block
 
     def rows(self, most: int) -> Rows:
-        """Up to `most` columns of each sequence that are not the block's, pads among them; and filler, which is any
-        column."""
+        """Up to `most` columns of each sequence outside the block, pads among them. A filler row has any column."""
         outside = torch.tensor([column for column in range(self.length) if not 18 <= column < 24])
         index = torch.stack(
             [outside[torch.randperm(len(outside), generator=self.generator)[:most]] for _ in range(self.batch)]
@@ -243,7 +242,7 @@ def test_keys_of_16_bits(dtype: torch.dtype, output: bool):
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device that the kernels run on: a GPU where there is one, else the interpreter."""
+    """The device that the kernels run on: a GPU if there is one, else the interpreter."""
     pytest.importorskip("triton")
 
     def kernel(reference: Callable[..., Any], _: torch.device) -> Callable[..., Any]:
@@ -289,7 +288,7 @@ def test_weights_do_not_see_values():
 
 
 def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
-    """Unless what a centroid attends to has changed nearly whole, which it says."""
+    """If nearly all that a centroid attends to has changed, its drift is NaN."""
     world = World(9, scale=0.25)
     rows, reference = world.rows(12), world.reference
     assert rows.valid is not None
@@ -328,7 +327,7 @@ def test_sequences_that_do_not_update_stay_as_they_are():
 
 @pytest.mark.parametrize("output", [False, True])
 def test_pads_and_filler_do_not_matter(output: bool):
-    """What is stored there are no numbers, and as many as elsewhere."""
+    """Keys and values of pads are NaN, and filler rows have the columns of pads."""
     world = World(8, output=output)
     rows = world.rows(30)
     assert world.key_mask is not None and rows.valid is not None
@@ -403,7 +402,7 @@ def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
     world.step()
 
 
-def test_what_does_not_go_together():
+def test_queries_that_do_not_fit_are_refused():
     world = World(0)
     with pytest.raises(ValueError, match="do not fit keys"):
         LayerKeys(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)

@@ -95,7 +95,7 @@ def test_the_rule_token_by_token(rule: DriftAware, steps: list[list[list[tuple[f
     batch, length = len(steps[0]), len(steps[0][0])
     expected = [token_by_token(rule, [step[i] for step in steps]) for i in range(batch)]
     state = rule.start(1)
-    for _ in range(2):  # the second block must know nothing of the first
+    for _ in range(2):  # the first block must not change the second
         pending = torch.ones(batch, length, dtype=torch.bool)
         state.begin_block(pending)
         for number, step in enumerate(steps):
@@ -244,8 +244,8 @@ def _unnarrowed(plan: Callable[[Step], Pass]) -> Callable[[Step], Pass]:
 def attention_from_scratch(
     runtime: Runtime, ids: Tensor, columns: list[int], cache: dict[int, tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """Last layer's attention [heads, columns, length] of a canvas without padding, in float64; recomputes `columns`,
-    reads all others from `cache` (keys and values by layer) and brings it up to date."""
+    """Last layer's attention [heads, columns, length] of a canvas without padding, in float64. It recomputes `columns`,
+    reads all others from `cache` (keys and values by layer), and updates `cache`."""
     model, attention = runtime.model, torch.empty(0)
     hidden = model.embed(ids[None, columns])
     for layer in range(model.shape.layers):
@@ -269,7 +269,8 @@ def attention_from_scratch(
 def expected_drift(
     runtime: Runtime, canvases: list[Tensor], *, prompt: int, block_length: int, policy: str
 ) -> list[Tensor | None]:
-    """Drift of one sequence's block rows at each step, from its canvases before each; None where there is none."""
+    """Drift of one sequence's block rows at each step, from its canvases before each. It is None for a step without
+    drift."""
     length, mask = len(canvases[0]), runtime.model.mask_token_id
     cache: dict[int, tuple[Tensor, Tensor]] = {}
     result: list[Tensor | None] = []
@@ -439,7 +440,7 @@ def test_other_rules_measure_nothing(tiny: Runtime):
 def test_a_short_prompt_in_a_batch_forgets_drift_when_it_would_alone(
     tiny: Runtime, policy: str, options: dict[str, Any]
 ):
-    """What recomputes all rows of a short prompt is a refresh of it, though it is none of the long ones."""
+    """A step that recomputes all rows of a short prompt is a refresh of that prompt, and not of the long ones."""
     runtime, lengths = tiny.with_policy(make_policy(policy, **options)), (60, 10, 33, 7, 21)
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 480, (length,), generator=generator).tolist() for length in lengths]

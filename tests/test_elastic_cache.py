@@ -1,4 +1,4 @@
-"""Elastic-Cache against the paper's algorithm written out with full attention maps, and what a batch may not change."""
+"""Elastic-Cache against the paper's algorithm written out with full attention maps; a batch changes no sequence."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -240,7 +240,7 @@ def test_tokens_and_caches_are_those_of_the_paper(runtime: Runtime, case: str):
 
 
 def test_above_a_first_layer_that_mixes_no_rows_widening_always_equals_none(runtime: Runtime):
-    # Then what is stored of its output is exact, and nothing else is read that is not recomputed.
+    # Then stored rows of its output are exact, and all other rows that are read are recomputed.
     model = tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32").model
     official(model, "model.transformer.blocks.0.attn_out.weight").zero_()
     unmixed = Runtime(model, policy=make_policy("none"))
@@ -386,7 +386,7 @@ def test_rows_of_a_step(runtime: Runtime):
     assert chosen(rows.rows, rows.output) == [[3, 5], [5]]
     assert chosen(rows.rows, slice(2, rows.near)) == [[4, 6], [6, 7]]
     assert chosen(rows.rows, slice(rows.near, rows.count)) == [[0, 1], [0, 2, 3]]
-    # What a store has to have for a write: the window at once, each tracked token by itself.
+    # Pieces that a store writes: the window at once, each tracked token by itself.
     pieces = Storing(rows, rows.rows, 8, apart=True).pieces
     columns = [range(3, 8), range(1), range(1, 3), range(3, 4)]
     assert pieces == [*zip((slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)), columns, strict=True)]
@@ -412,7 +412,7 @@ def test_rows_of_a_step_in_which_some_refresh_and_some_wait():
     rows = step_rows(step, 2, Tracked(1), (False, True, False))
     assert chosen(rows.rows, rows.output) == [[3, 4], [2, 3], []]
     assert chosen(rows.rows, slice(2, rows.count)) == [[2], [], []]
-    # Behind the step's rows: valid where all are due, known for the others.
+    # Behind the step's rows: valid if all are due, known for the others.
     assert chosen(rows.rows, slice(rows.count, None)) == [[], [0, 1, 4], []]
     assert rows.others is not None and chosen(rows.others, slice(None)) == [[0, 1], [0, 1, 4], []]
     assert (rows.all_due, rows.due.tolist()) == (False, [False, True, False])
@@ -513,7 +513,7 @@ def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception]
 
 
 def test_a_pass_over_all_rows_fetches_nothing(runtime: Runtime):
-    # What it overwrites need not come first; what a pass widens from must.
+    # Rows that it overwrites need not come first; rows that a pass widens from must.
     fetched = {}
     for name, options in {
         "refresh": {"refresh_interval": 1},

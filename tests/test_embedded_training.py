@@ -1,4 +1,4 @@
-"""Training of the embedded model: what a batch asks for, that losses fall, that a run goes on, that an export loads."""
+"""Training of the embedded model: batches, losses that fall, runs that go on, and exports that load."""
 
 import json
 import random
@@ -110,7 +110,7 @@ def test_batches_are_training_prompts_with_their_answers(stream: str):
 
 
 @pytest.mark.parametrize("stream", ["short", "long", "lookup"])
-def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
+def test_masks_hide_answers_alone_and_weigh_hidden_tokens(stream: str):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.zeros(2)
     for batch in batches(stream, 6):
@@ -121,7 +121,7 @@ def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
         assert torch.equal(noised.clean, batch.prompt)
         assert torch.equal(noised.ids[~masks], batch.ids[~masks])
         assert not masks[place < 0].any()
-        # The end itself is an answer's token; what fills the canvas behind it weighs little.
+        # The end itself is an answer's token; tokens that fill the canvas behind it weigh little.
         tail = masks & (place > batch.answer[:, None])
         answer = masks & (place >= 0) & ~tail
         scale = (batch.answer[:, None] + 1) ** 0.5
@@ -146,14 +146,14 @@ def test_pointers_point_at_the_wanted_digits():
     pairs = [encode(Example("lookup", "lookup AB=12 CD=34 EF=56 ? EF AB", "EF=56 AB=12"))]
     batch = collate(pairs, len(pairs[0][0]) + 12)
     prompt, length = int(batch.prompt[0]), batch.ids.shape[1]
-    # Where the table has the digits of EF and of AB, behind two tokens of frame; and where the answer has them.
+    # Columns of the digits of EF and of AB: in the table, behind two tokens of frame, and in the answer.
     digits, slots = [15, 16, 5, 6], [prompt + 3, prompt + 4, prompt + 8, prompt + 9]
     assert [batch.ids[0, digit] for digit in digits] == [batch.ids[0, slot] for slot in slots]
-    # A query at a slot that is the key of its digit: every head looks where it shall.
+    # A query at a slot that is the key of its digit: every head looks at its digit.
     queries, keys = torch.zeros(1, 4, length, length), 40 * length**0.5 * torch.eye(length).expand(1, 4, -1, -1)
     for slot, digit in zip(slots, digits, strict=True):
         queries[:, list(POINTER_HEADS), slot, digit] = 1
-    # A row that holds the ids of its pair's letters tells a probe that can read them which key it belongs to.
+    # If a row holds the ids of its pair's letters, a probe that can read them finds the row's key.
     vocab, hidden = len(VOCABULARY), torch.zeros(1, length, 2 * len(VOCABULARY))
     for digit in [*range(2, 17), *range(prompt, prompt + 10)]:
         start = digit - (digit - 2) % 5 if digit < prompt else digit - (digit - prompt) % 5
@@ -170,7 +170,7 @@ def test_pointers_point_at_the_wanted_digits():
     assert pointer_losses(batch, masked(batch, length), probe, tap)["look"] == 0
 
 
-def test_operands_are_asked_for_where_the_total_before_is_in_sight():
+def test_operands_are_asked_for_if_the_total_before_is_in_sight():
     pairs = [encode(Example("chain", "chain 40+3-5", "+3=43 -5=38"))]
     batch = collate(pairs, len(pairs[0][0]) + 12)
     prompt = int(batch.prompt[0])
@@ -184,10 +184,10 @@ def test_operands_are_asked_for_where_the_total_before_is_in_sight():
             probe.bias[fact * vocab + VOCABULARY[token]] = 40.0
     second = masked(batch, prompt + 8, prompt + 10)
     assert operand_losses(batch, second, probe, tap)["operands"] < 1e-3
-    # The first total still follows from the prompt, and the probe says what belongs to the second.
+    # The first total still follows from the prompt, and the probe gives the operands of the second.
     assert operand_losses(batch, masked(batch, prompt), probe, tap)["operands"] > 10
     assert operand_losses(batch, masked(batch, prompt, prompt), probe, tap)["operands"] == 0
-    # Where noise cannot be seen, a total is asked for though it is in sight; the total before must be in sight.
+    # If noise cannot be seen, a total is asked for though it is in sight; the total before must be in sight.
     asked = torch.ones_like(second.hidden)
     assert operand_losses(batch, replace(second, asked=asked), probe, tap)["operands"] > 10
     one = replace(masked(batch, prompt + 3, prompt + 5), asked=second.hidden)
@@ -203,7 +203,7 @@ POINTED = {
 
 
 @pytest.mark.parametrize("task", POINTED)
-def test_the_next_key_points_into_a_prompt_that_knows_what_is_printed(task: str):
+def test_the_next_key_points_into_a_prompt_that_knows_the_printed_keys(task: str):
     asked, answer, columns, last = POINTED[task]
     pair = encode(Example(task, asked, answer))
     batch = collate([pair], len(pair[0]) + len(pair[1]) + 4)
@@ -249,7 +249,7 @@ def test_masks_as_decoded_weigh_the_next_keys_and_the_rest_apart(task: str):
 
 
 @pytest.mark.parametrize("task", FRESH_TASKS)
-def test_prompts_of_any_length_hold_what_their_answers_print(task: str):
+def test_prompts_of_any_length_hold_the_entries_of_their_answers(task: str):
     for step in range(1000):
         high = SMALLEST + step / 10  # the shorter, the fewer entries are to spare
         batch = fresh_batch(task, 1, step, Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, high)), 1)
@@ -295,7 +295,7 @@ def test_the_training_forward_is_the_runtimes():
     assert hidden.requires_grad
 
 
-def test_what_is_adopted_says_the_same_in_wider_layers():
+def test_adopted_weights_give_the_same_logits_in_wider_layers():
     source, ids = tiered.from_pretrained("embedded", policy="none", device="cpu"), batches("short", 1)[0].ids
     model = new_model(read_config("embedded") | {"mlp_hidden_size": 400, "max_sequence_length": 64}, seed=0)
     adopt(model, source.model, ids)
@@ -398,7 +398,7 @@ def test_a_run_may_start_from_a_model_that_knows_one_block(config: dict[str, Any
 
 
 @pytest.mark.long
-def test_validation_asks_the_runtime():
+def test_validation_runs_the_runtime():
     model = new_model(read_config("embedded"), seed=0)
     model.load_state_dict(tiered.from_pretrained("embedded", device="cpu").model.state_dict())
     tokenizer = embedded_tokenizer(model.shape.max_context)

@@ -1,4 +1,4 @@
-"""Training on uniform noise: what it does to a batch, its forward beside the runtime's, and that a run goes on."""
+"""Training on uniform noise: its batches, its forward beside the runtime's, and runs that go on."""
 
 import json
 from collections.abc import Iterator

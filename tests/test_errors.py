@@ -1,4 +1,4 @@
-"""Errors that callers catch: they travel whole between processes, and one about room says how much would do."""
+"""Errors that callers catch: they pass whole between processes, and an error about room names a size that is enough."""
 
 import copy
 import multiprocessing
@@ -25,7 +25,7 @@ from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, Tra
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
 
-# By type, what one is made with, and part of what it says.
+# By type: its arguments, and a part of its message.
 ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
     TierCapacityError: (
         (3000, 1000, Tier.HOST, "", 36 << 10),
@@ -70,7 +70,7 @@ def test_errors_travel(kind: type[Exception], way: str):
     }
 
 
-# What another process runs, which has not to import this file.
+# Code for another process, which then need not import this file.
 ALLOCATE = """
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
@@ -81,7 +81,7 @@ Ledger(MemoryBudget(device={cap})).allocate({{Account.WEIGHTS: 2}})
 
 
 def test_out_of_a_process():
-    """What a pool's process refuses reaches whoever waits, and the pool goes on."""
+    """An error in a pool's process reaches the caller, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(TierCapacityError, match='a budget of "2B" or more') as caught:
             pool.submit(exec, ALLOCATE.format(cap=1)).result(60)
@@ -103,7 +103,7 @@ load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar
         ({"host": "1KiB", "disk": "64MiB"}, ["host"]),  # which takes no state
     ],
 )
-def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
+def test_the_budget_in_the_message_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
     expected = load().generate(IDS, **CALL).sequences
     memory = MemoryBudget(**budget, disk_path=tmp_path if "disk" in budget else None)
     asked, sequences = [], torch.empty(0)

@@ -1,4 +1,4 @@
-"""The harness's model: answers are those of `generate`, whatever is batched with what, and as a request asks for."""
+"""The harness's model: answers are those of `generate` in any batch, under the options of each request."""
 
 import io
 import itertools
@@ -66,7 +66,7 @@ def chats(lm: TieredLM) -> list[str]:
 
 
 def direct(runtime: Runtime, prompt: str, **options: Any) -> str:
-    """What a user gets from `generate` for one message."""
+    """The text that `generate` gives for one message."""
     given = {"max_new_tokens": 32, "confidence_threshold": 0.5, **options}
     out = runtime.generate([{"role": "user", "content": prompt}], **given)
     assert out.text is not None
@@ -126,7 +126,7 @@ def test_no_requests_no_answers(lm: TieredLM):
     assert lm.loglikelihood([]) == [] and lm.loglikelihood_rolling([]) == []
 
 
-def test_what_is_drawn_is_each_answers_own(runtime: Runtime):
+def test_each_answer_has_draws_of_its_own(runtime: Runtime):
     sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 16}
     lms = {size: TieredLM(runtime, batch_size=size, block_steps=4) for size in (1, 5)}
     torch.manual_seed(3)
@@ -302,7 +302,7 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     lm = TieredLM.create_from_arg_string(
         "pretrained=embedded,policy=polestar,policy_clusters=4,policy_top_m=1,memory=64MiB,host_memory=8MiB,"
         "dtype=bfloat16,batch_size=3,threshold=0.9,gen_length=64",
-        # What the harness's command line adds whether it was given or not.
+        # Options that the harness's command line always adds.
         {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},
     )
     assert lm.batch_size == 3 and lm.runtime.dtype == torch.bfloat16
@@ -387,7 +387,7 @@ def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
         lm.apply_chat_template(history)
 
 
-def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cached_answers_are_not_computed_again(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     requests = instances([(text, GREEDY) for text in chats(lm)])
     expected = lm.generate_until(requests, disable_tqdm=True)
     begin, begun, answered = Request.begin, itertools.count(), []
@@ -411,7 +411,7 @@ def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: P
                 else:
                     assert caching.generate_until(requests) == expected
             answered.append(totals(lm)["sequences"] - done)
-        # Those that were done before the interruption are in the cache; afterwards all are.
+        # Answers from before the interruption are in the cache; afterwards all are.
         assert 0 < answered[0] < 12 and answered[1:] == [12 - answered[0], 0]
     finally:
         lm.set_cache_hook(before)
@@ -453,7 +453,7 @@ def test_a_budget_lets_fewer_requests_run_at_a_time(runtime: Runtime):
         ask(lm, [chat(lm, "copy: " + "Ada " * 3000)])
 
 
-def test_what_the_results_say_of_the_model(runtime: Runtime):
+def test_results_have_facts_of_the_model(runtime: Runtime):
     lm = TieredLM(runtime, policy="polestar", policy_top_m=1, confidence_threshold=0.5, batch_size=5)
     assert totals(lm)["sequences"] == totals(lm)["tokens_per_second"] == 0
     ask(lm, chats(lm))

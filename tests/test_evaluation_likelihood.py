@@ -25,8 +25,8 @@ def runtime(request: pytest.FixtureRequest, write_checkpoint) -> Runtime:
 
 
 def any_order(runtime: Runtime, prefix: list[int], target: list[int], cfg_scale: float = 0.0) -> float:
-    """The mean over all orders of Σ log p(token | prefix, tokens before it in the order), one forward a term: what the
-    bound is equal to (RADD, arXiv 2406.03736)."""
+    """The mean over all orders of Σ log p(token | prefix, tokens before it in the order), one forward a term. The bound
+    equals it (RADD, arXiv 2406.03736)."""
     mask, shift = runtime.model.mask_token_id, runtime.model.shape.prediction_shift
     total = 0.0
     for order in permutations(range(len(target))):
@@ -110,7 +110,7 @@ def score(lm: TieredLM, *args: str) -> float:
     return lm.loglikelihood([Instance("loglikelihood", {}, args, 0)], disable_tqdm=True)[0][0]
 
 
-def test_requests_are_split_where_the_whole_texts_ids_are(lm: TieredLM, caplog: pytest.LogCaptureFixture):
+def test_requests_are_split_by_ids_of_the_whole_text(lm: TieredLM, caplog: pytest.LogCaptureFixture):
     ids = lm.tokenizer("copy: Ada Ben Cleo")["input_ids"]
     expected, _ = lm._likelihood.score(ids[:3], ids[3:])
     assert len(ids) == 5 and score(lm, "copy: Ada", " Ben Cleo") == expected == score(lm, "copy: Ada ", "Ben Cleo")

@@ -90,7 +90,7 @@ def test_the_folder_holds_examples_of_the_test_split(tmp_path: Path, capsys: pyt
         write_tasks(folder, examples=0)
 
 
-def test_white_space_is_no_mistake_and_everything_else_is():
+def test_white_space_alone_is_no_mistake():
     doc, metric = {"task": "copy", "prompt": "copy: Ada Ben", "answer": "Ada Ben"}, {}
     exec(METRIC, metric)
     for text, right in (("Ada Ben", 1.0), (" Ada\n Ben", 1.0), ("AdaBen", 0.0), ("ada Ben", 0.0), ("Ada Ben.", 0.0)):
@@ -171,7 +171,7 @@ sys.exit(status)
     assert done.stderr == f"tiered.evaluation: error: {done.stdout}"
 
 
-def test_what_goes_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def fail() -> None:
         raise ValueError("unknown model argument 'polcy'")
 

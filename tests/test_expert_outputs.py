@@ -1,4 +1,4 @@
-"""What experts answer: by the reference and by the Triton kernel, row by row and however the experts are split."""
+"""Outputs of experts, by the reference and by the Triton kernel, row by row and for every split of the experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tiered.kernels.gate_mul_ref import Activation
 from tiered.kernels.row_code import WeightCode
 from tiered.models.shape import Experts
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 EXPERTS, PICKED, WIDTH, INNER = 7, 3, 72, 40
 # Of the largest number. The interpreter cuts bfloat16 instead of rounding it, at each of three steps.
@@ -153,7 +153,7 @@ def test_experts_may_lie_anywhere(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_nothing_is_written_where_there_is_nothing(implementation: str):
+def test_without_picks_or_rows_nothing_is_added(implementation: str):
     rows, picks, table = given(device_of(implementation), 5)
     assert (answer(implementation, rows, picks, table, [], [5]) == 0).all()
     assert not answer(implementation, rows[:0], Picks(picks.experts[:0], picks.weights[:0]), table, [2]).numel()
@@ -174,7 +174,7 @@ def test_addresses_are_those_of_the_matrices():
         ExpertTable(every, every).addresses([3, 4], device)
 
 
-def test_the_kernel_allocates_what_is_booked(monkeypatch: pytest.MonkeyPatch):
+def test_the_kernel_allocates_the_booked_bytes(monkeypatch: pytest.MonkeyPatch):
     kernels, launched = module("triton"), list[Any]()
     monkeypatch.setattr("tiered.kernels.expert_outputs.launch", lambda *given, **named: launched.append(given[0]))
     rows, picks, table = given("cpu", 300, torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Calls on a CUDA device that is not there (`fake_cuda`): they answer as on the CPU, no operation mixes devices, the
-books cover every byte that lives there, and the host waits no more often than it has to."""
+"""Calls on a fake CUDA device (`fake_cuda`) answer as on the CPU. No operation mixes devices, the books cover every
+byte on the device, and the host waits no more often than it has to."""
 
 import gc
 import time
@@ -63,8 +63,8 @@ RULES: dict[str, dict[str, Any]] = {
     "adaptive": {"tokens_per_step": 2, "block_steps": 4, "seed": 3},
     "ancestral": {"commit": "ancestral", "block_steps": 4, "seed": 5},
 }
-# Waits outside of layers for each forward, and inside for each layer of one, at most: these numbers only fall. In the
-# first ones is what a call waits for at its begin and end.
+# Waits outside of layers for each forward, and inside for each layer of one, at most: these numbers only fall. The
+# first ones include waits at the begin and end of a call.
 WAITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(policies_for("canvas"), (1.33, 0.0)),
     "dkv_decode": (2.17, 0.0),
@@ -76,8 +76,8 @@ WAITS: dict[str, tuple[float, float]] = {
 
 
 class Case(NamedTuple):
-    """A way to answer: what keys, values and weights are kept in, and whether the device has the least that a call runs
-    under; in one batch, or each prompt for itself by a scheduler."""
+    """`kv`, `weights`: their codes. `streamed`: the device has the least that a call runs under. `served`: a scheduler
+    runs each prompt by itself, instead of one batch."""
 
     policy: str
     kv: str = "raw"
@@ -149,7 +149,7 @@ def asked(runtime: Runtime, case: Case) -> list[PreparedCall]:
 
 
 def least(runtime: Runtime, case: Case) -> MemoryBudget:
-    """What the device needs for the call, or for two of those that are served."""
+    """Device memory for the largest of the calls."""
     needed = 0
     for call in asked(runtime, case):
         sizes = replace(call.sizes, gpu=gpu_of(DEVICE))
@@ -217,7 +217,7 @@ def test_a_call_leaves_nothing_on_the_device(policy: str, checkpoint: Callable[[
         gc.enable()
 
 
-def test_a_scheduler_is_the_only_one_that_touches_the_device(checkpoint: Callable[[str], Path], device: FakeCuda):
+def test_the_schedulers_thread_alone_touches_the_device(checkpoint: Callable[[str], Path], device: FakeCuda):
     case = Case("dkv_pd")
     runtime = load(case, checkpoint(case.family), str(DEVICE))
     with Scheduler(runtime) as scheduler:
@@ -259,7 +259,7 @@ OF_HOST = torch.ones(4)
     ],
 )
 def test_the_device_sees(run: Callable[[Tensor], object], waits: list[str] | None, device: FakeCuda):
-    """What the host waits for; None: devices are mixed."""
+    """`waits`: the waits of the host. It is None if `run` mixes devices."""
     there = torch.ones(4, device=DEVICE)
     mixed = pytest.raises(RuntimeError, match=r"same device|cannot be accessed")
     with mixed if waits is None else nullcontext():

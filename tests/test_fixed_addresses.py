@@ -1,5 +1,5 @@
-"""A plain step can be recorded once and replayed for others, as a CUDA graph would: what it reads stays in place, and a
-few buffers have what is new. By tables of addresses one recorded step serves other calls, too."""
+"""A plain step can be recorded once and replayed for later ones, as a CUDA graph would be. Its arguments stay in place,
+and a few buffers have the new numbers. By tables of addresses one recorded step serves other calls, too."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ class Recorded(TorchDispatchMode):
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
-        """Record launches in Triton's interpreter; of what the interpreter does there, nothing."""
+        """Record launches in Triton's interpreter, without the operations of the interpreter itself."""
         from triton.runtime.interpreter import GridExecutor
 
         start: Any = GridExecutor.__call__
@@ -83,7 +83,7 @@ class Recorded(TorchDispatchMode):
 
     @property
     def given(self) -> set[int]:
-        """Addresses of what the step reads or writes and did not make."""
+        """Addresses that the step reads or writes, of memory that it did not make."""
         made, given = set[int](), set[int]()
         for _, args, kwargs, results in self._calls:
             given |= {address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)} - made
@@ -106,7 +106,7 @@ class Recorded(TorchDispatchMode):
 
 
 class StepBuffers:
-    """What is new in each plain step: tokens, columns, whether they count, and the border of final tokens."""
+    """The numbers that each plain step changes: tokens, columns, whether they count, and the border of final tokens."""
 
     def __init__(self, pass_: Pass) -> None:
         sequences, rows = len(pass_.ids), pass_.rows.count
@@ -172,7 +172,7 @@ class Replaying:
 
     @staticmethod
     def scramble(forward: Forward, rows: Rows) -> None:
-        """What the step writes is NaN before it is replayed."""
+        """Fill the rows that the step writes with NaN, before it is replayed."""
         for feature in (Feature.KEY, Feature.VALUE):
             for layer in range(forward.model.shape.layers):
                 kept = forward.store.rows(feature, layer, rows)

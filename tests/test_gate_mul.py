@@ -10,7 +10,7 @@ from torch import Tensor
 from tiered.kernels import gate_mul_ref
 from tiered.kernels.gate_mul_ref import Activation
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 SHAPES = {"plain": (2, 5, 24), "several tiles": (3, 7, 1000), "whole tiles": (2, 1024), "one": (1, 1), "none": (0, 8)}
 # Of an entry, twice rounded; the interpreter cuts bfloat16 instead of rounding it.

@@ -1,4 +1,4 @@
-"""What reads attention on GIDD reads the family's own: the drift of the rule `drift_aware`, Elastic-Cache's weights."""
+"""The drift of the rule `drift_aware` and Elastic-Cache's weights are of the attention of the GIDD family."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -42,7 +42,8 @@ def runtimes(masked_gidd: Callable[..., Path]) -> dict[str, Runtime]:
 
 
 def options(name: str) -> dict[str, Any]:
-    """What a user would paste; under masks the official code goes on where it has nothing to go by."""
+    """Options that a user would paste. Under masks the rule repeats the official code, which goes on after the last
+    mask."""
     given = dict(RECORDED[name]["kwargs"])
     if "mask." not in name:
         return given

@@ -1,4 +1,5 @@
-"""Polestar on GIDD: its laws under soft-capped scores, sink tokens and the noise mask, and what its clusters hold."""
+"""Polestar on GIDD: its laws under soft-capped scores, sink tokens and the noise mask, and the members of its
+clusters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,7 +86,8 @@ def test_offloaded_equals_resident(runtime: Runtime, codec: str):
 
 
 class Clusters:
-    """Where members stand after every forward, and how far from the block's start."""
+    """An inspector: all columns behind the block, and no others, are members. `firsts`: the distance from the block's
+    end."""
 
     def __init__(self, caches: Sequence[HiddenCache]) -> None:
         self._caches, self.firsts = caches, []
@@ -114,7 +116,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[HiddenCache]:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (2, 9)}, {"refresh": "drift"}])
-def test_what_is_final_is_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
+def test_final_columns_are_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
     inspector = Clusters(caches)
     generate(runtime, variant(**options, update_threshold=0), {}, "adaptive", inspector=inspector)
     assert set(inspector.firsts) == {0}

@@ -1,7 +1,5 @@
-"""`bench/gpu_day.py` as a user runs it: its file, its time, and what becomes of parts that crash, hang or are wrong.
-
-A quick worker stands in for the processes that measure, but for the last tests.
-"""
+"""`bench/gpu_day.py` as a user runs it: its file, its time, and parts that crash, hang or are wrong. A quick worker
+stands in for the processes that measure, except in the last tests."""
 
 import errno
 import importlib
@@ -45,7 +43,7 @@ def processes(tmp_path: Path) -> Iterator[Path]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Processes of `folder` that have not ended; one that nobody has asked about yet has."""
+    """Processes of `folder` that run. A zombie does not."""
 
     def runs(process: str) -> bool:
         try:
@@ -64,7 +62,7 @@ def worker(processes: Path) -> str:
 
 @pytest.fixture
 def run(worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """A rehearsal of these cases with further arguments: exit status, last line, output, what the file holds."""
+    """A rehearsal of these cases with further arguments: exit status, last line, output, content of the file."""
     monkeypatch.setattr(runner, "SHORTEST", 0.05)
 
     def once(plan: Plan, *arguments: str, out: Path = tmp_path / "out") -> SimpleNamespace:
@@ -85,7 +83,7 @@ def run(worker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     return once
 
 
-def test_the_shares_of_the_parts_fit_the_day_and_what_runs_in_them():
+def test_the_shares_of_the_parts_fit_the_day_and_their_cases_limits():
     tests, sanitizer = (importlib.import_module(f"gpu_parts.{name}") for name in ("gpu_tests", "sanitizer"))
     names = study.AXES["part"]
     assert sum(study.PARTS[name].seconds for name in names) == 60 * day.MINUTES
@@ -109,7 +107,7 @@ def test_the_parts_run_in_order_and_the_file_is_named_after_the_device(run, tmp_
     assert done.kept["seconds"] == done.last["seconds"] > 0 and done.last["stopped_by"] is None
     assert done.last["rows"]["steps"] == {"ok": 1, "failed": 1} and done.last["rows"]["copies"] == {"skipped": 1}
     assert done.last["failed"] == ["kernels: e: segv", "steps: c: wrong"] and done.last["more_failed"] == 0
-    # One line for each row, and in the summary what failed comes before everything else.
+    # One line for each row, and in the summary failures come before everything else.
     assert "steps: c: wrong run 0: failed" in done.err and done.err.count("\n") == len(done.rows)
     assert done.out.index("steps: c") < done.out.index("not measured") < done.out.index("no such device")
 
@@ -133,7 +131,7 @@ def test_some_parts_alone_still_begin_with_the_machine(run):
 
 
 def test_a_machine_that_cannot_be_asked_has_no_name(run):
-    for _ in range(2):  # such a file is nobody's to keep
+    for _ in range(2):  # such a file is written over
         done = run({"machine": ["a: segv"]}, "--parts", "copies")
         assert done.file.name == "unknown-device.json" and done.code == 1 and done.kept["device"] is None
         assert done.rows["copies a: ok"]["status"] == "ok"
@@ -146,7 +144,7 @@ def test_a_file_that_is_there_is_not_written_over(run, processes: Path, capsys: 
         run(MACHINE, "--parts", "copies")
     err = capsys.readouterr().err
     assert ended.value.code == 2 and f"{STEM}.json" in err and "--replace" in err and "--label" in err
-    # Said when nothing but the machine was looked at, and without a trace.
+    # The error comes after the machine's part alone, and without a trace.
     assert "Traceback" not in err and first.file.read_bytes() == before
     assert len(list(processes.iterdir())) == started + 1
     assert list(run(MACHINE, "--parts", "copies", "--replace").last["rows"]) == ["machine", "copies"]
@@ -213,7 +211,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return SimpleNamespace(once=once, takes=takes)
 
 
-def test_what_a_part_leaves_over_goes_to_the_next_and_the_later_ones_keep_theirs(clock):
+def test_unused_time_goes_to_the_next_part_and_later_parts_keep_theirs(clock):
     clock.takes |= {"machine": 1.0, "copies": 30.0, "steps": 1.0}
     # Twice the seconds of the table: 10, 20, 10, 40. The second took one second more than it and the first had.
     assert [asked[:2] for asked in clock.once(80.0)] == [(10.0, 8.0), (29.0, 8.0), (9.0, 8.0), (48.0, 8.0)]
@@ -247,7 +245,7 @@ def test_a_case_that_never_ends_is_killed(run, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
-def test_a_signal_ends_it_and_keeps_what_is_there(run, processes: Path, number: int, name: str):
+def test_a_signal_ends_it_and_keeps_the_rows_so_far(run, processes: Path, number: int, name: str):
     done = run(MACHINE | {"kernels": ["a: ok", f"b: stop {int(number)}", "c: ok"]})
     assert done.code == 128 + number and done.last["stopped_by"] == done.kept["stopped_by"] == name
     assert done.rows["kernels a: ok"]["ms"] == 1.0 and f"stopped_by: {name}" in done.out
@@ -272,7 +270,7 @@ def test_a_full_disk_is_named_once_and_costs_no_row(run, tmp_path: Path, monkeyp
     assert done.last["rows"] == {"machine": {"ok": 1}, "copies": {"ok": 2}, "steps": {"failed": 1}}
     assert done.last["file_error"] == (None if room_again else "No space left on device")
     assert done.code == 1 and "steps: c" in done.out and not list(tmp_path.rglob("*.part"))
-    # What was written before is whole.
+    # The file that was written before is whole.
     assert len(done.rows) == (4 if room_again else 2) and "copies a: ok" in done.rows
 
 
@@ -284,7 +282,7 @@ def test_a_folder_that_takes_no_file_costs_the_file_alone(run, tmp_path: Path):
 
 
 @pytest.mark.parametrize(("owner", "name", "code"), [(study, "tables", 0), (day, "reporting", 1)])
-def test_what_nobody_thought_of_leaves_the_last_line(run, monkeypatch, owner: ModuleType, name: str, code: int):
+def test_an_unexpected_error_leaves_the_last_line(run, monkeypatch, owner: ModuleType, name: str, code: int):
     def broken(*_: Any) -> None:
         raise RuntimeError("no luck")
 
@@ -294,7 +292,7 @@ def test_what_nobody_thought_of_leaves_the_last_line(run, monkeypatch, owner: Mo
     assert done.last["stopped_by"] == ("RuntimeError in gpu_day.py" if code else None)
 
 
-def test_the_end_of_the_output_fits_what_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_end_of_the_output_fits_its_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def row(part: str, number: int) -> dict[str, Any]:
         head = {"part": part, "case": f"case {number} " + 160 * "x", "took_s": 9.9, "size": "full"}
         if number % 3 == 2:
@@ -314,7 +312,7 @@ def test_the_end_of_the_output_fits_what_comes_back(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_it_ends_itself_even_where_it_hangs_itself(worker: str, tmp_path: Path):
+def test_it_ends_at_its_deadline_even_if_it_hangs(worker: str, tmp_path: Path):
     code = f"""
         import sys, time
         sys.path.insert(0, {str(BENCH)!r})
@@ -326,7 +324,7 @@ def test_it_ends_itself_even_where_it_hangs_itself(worker: str, tmp_path: Path):
     command += ["--minutes", "0.03", "--parts", "copies", "--worker", worker]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Timeout" in done.stderr
-    # Nothing of what was measured is lost.
+    # No measured row is lost.
     kept = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
     assert {row["part"] for row in kept["rows"]} == {"machine", "copies"} and kept["seconds"] is not None
 
@@ -388,7 +386,7 @@ def test_a_killed_day_leaves_a_whole_file(worker: str, processes: Path, tmp_path
         ("24 GiB", {"polestar_delta, host 64GiB": 0.9}, ("missed", 0.9, "polestar")),
     ],
 )
-def test_a_target_is_met_where_all_its_rows_are(target: str, values: Mapping[str, Any], expected: tuple[Any, ...]):
+def test_a_target_is_met_if_all_its_rows_meet_it(target: str, values: Mapping[str, Any], expected: tuple[Any, ...]):
     wanted = next(each for each in TARGETS if target in each.name)
 
     def row(value: Any) -> dict[str, Any]:
@@ -452,7 +450,7 @@ def test_the_whole_rehearsal_as_a_user_runs_it(tmp_path: Path):
             "weights": "accelerate offloads from a GPU alone",
         }[row["part"]]
         assert why in row["why"]
-    # Every target finds its figure at the sizes of a rehearsal as at those of a model; what only a device counts, not.
+    # Every target finds its figure at the sizes of a rehearsal as at those of a model, unless only a device counts it.
     longest = {"96": "1024", "160": "32768"}
     for row in rows:
         if row["part"] == "steps":

@@ -1,4 +1,4 @@
-"""The exactness part of a GPU day: its laws hold on a CPU, and whoever breaks one is found, with where it began."""
+"""The exactness part of a GPU day: its laws hold on a CPU, and a broken law is found with its first difference."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ def test_wrong_bytes_are_found(
     assert " after forward " in row["why"] and "(update)" in row["why"] and " elements, by up to " in row["why"]
 
 
-def test_a_control_that_is_blind_says_so(exactness: Any, setting: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_control_that_finds_nothing_is_reported(exactness: Any, setting: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exactness, "Damaging", part("slow_transports").Synchronous)
     row = exactness.measure(setting, exactness.CONTROL)
     assert row == {"seen": None, "ok": False, "why": "stored rows were damaged, and nothing came of it"}

@@ -1,4 +1,4 @@
-"""The kernel parts of a GPU day: kernels that are right pass at a tiny size, whatever is wrong with one is found."""
+"""The kernel parts of a GPU day: right kernels pass at a tiny size, and an error in a kernel is found."""
 
 import importlib
 import inspect
@@ -131,7 +131,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def broken(kernel: str, monkeypatch: pytest.MonkeyPatch, defect: Callable[[list[Tensor], list[Tensor]], None]) -> None:
-    """Have `kernel` do `defect` to what it has written; what it makes itself has held the poison before."""
+    """Have `kernel` do `defect` to its results. New memory for results held the poison before."""
     module = importlib.import_module(f"tiered.kernels.{kernel}")
     right = getattr(module, kernel)
 
@@ -178,7 +178,7 @@ def test_a_number_that_is_none_is_found(kernel: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kernel", TRITON)
-def test_lanes_left_unwritten_are_told_from_what_changes_each_time(kernel: str, monkeypatch: pytest.MonkeyPatch):
+def test_bits_that_change_each_time_are_not_taken_for_unwritten_lanes(kernel: str, monkeypatch: pytest.MonkeyPatch):
     broken(kernel, monkeypatch, another_each_time())
     assert "the same inputs give other bits again" in part("kernels").measure(setting(), first_of(kernel))["why"]
 
@@ -234,7 +234,7 @@ def rows_case(change: Callable[[Tensor], Tensor], law: bool = False) -> Any:
 
 @pytest.mark.parametrize(("wrong", "found"), [(0, False), (1, True)])
 def test_one_row_of_many_is_found(wrong: int, found: bool):
-    """Of a thousand rows one is off by a tenth: of all of them that is less than the bound."""
+    """One row of a thousand is off by a tenth, which is less than the bound on all of them."""
 
     def change(rows: Tensor) -> Tensor:
         rows[7] *= 1 + wrong / 10
@@ -354,7 +354,7 @@ class TestTheFormat:
         assert values64(codes[None], one, torch.tensor([2.0]), 512)[0].tolist() == [2 * value for value in pairs]
         assert values64(ones[:1], torch.tensor([[127]], dtype=torch.uint8), torch.ones(1), 3).isnan().all()
 
-    def test_parts_of_a_row_lie_where_the_books_have_them(self):
+    def test_parts_of_a_row_have_their_booked_places(self):
         """16 columns, by hand: codes of 1, a block scale of 2, a scale of 1/2, and a projection of 3 last."""
         row = torch.tensor([[0x22] * 8 + [0x40] + [126] + [0x40, 0x40]], dtype=torch.uint8)
         base = RowBase(torch.stack([torch.zeros(16), torch.arange(16.0)]), torch.tensor([1]))
@@ -429,7 +429,7 @@ class TestFloors:
         assert len({given[0].sum().item() for given, _ in inputs}) == count
 
     @pytest.mark.parametrize("refused", [False, True])
-    def test_a_graph_where_one_can_be_captured(self, refused: bool, monkeypatch: pytest.MonkeyPatch):
+    def test_a_graph_is_replayed_unless_its_capture_is_refused(self, refused: bool, monkeypatch: pytest.MonkeyPatch):
         log = []
 
         @contextmanager
@@ -456,7 +456,7 @@ class TestFloors:
         assert log[7:] == (["work"] * 3 if refused else ["replay"])
         assert how == ("launched: RuntimeError: operation not permitted" if refused else "graph")
 
-    def test_what_the_compiler_made_is_kept(self, monkeypatch: pytest.MonkeyPatch):
+    def test_figures_of_compiled_kernels_are_recorded(self, monkeypatch: pytest.MonkeyPatch):
         jit = importlib.import_module("triton.runtime.jit")
         metadata = SimpleNamespace(name="_decode", shared=4096, num_warps=4)
         made = [SimpleNamespace(metadata=metadata, n_regs=96, n_spills=2), None]

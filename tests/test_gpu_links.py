@@ -38,7 +38,7 @@ def setting(module: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(autouse=True)
 def nothing_cached(module: Callable[[str], ModuleType]) -> Iterator[None]:
-    """What a part keeps for its next case is another test's no longer."""
+    """Clears the caches of each part after a test."""
     yield
     for name, keepers in {
         "copies": ("_host_memory", "_device_memory"),
@@ -164,7 +164,7 @@ def test_a_wrong_copy_is_found(
     right = copies.copy_all
 
     def wrong(pairs: Any, device: torch.device) -> None:
-        # One to warm up, those that are timed, and then the one that is looked at.
+        # One to warm up, those that are timed, and then the one that is checked.
         if fault == "one byte is wrong" or next(calls) % (copies.ROUNDS + 2):
             right(pairs, device)
         if fault == "one byte is wrong":
@@ -281,7 +281,7 @@ def test_a_fetch_that_writes_nothing_is_found(
     fetches, calls, read = module("fetches"), itertools.count(1), StoredRows.read
 
     def fetch(stored: StoredRows, layer: int, clusters: Any, out: Any, places: Any) -> None:
-        # The one that is looked at comes after one to warm up and those that are timed.
+        # The one that is checked comes after one to warm up and those that are timed.
         if next(calls) < fetches.ROUNDS + 2:
             read(stored, layer, clusters, out, places)
 

@@ -1,4 +1,4 @@
-"""What is read out of a profiler's trace, on a sample written by hand in Kineto's format and on one of the CPU."""
+"""Figures of a profiler's trace: of a sample written by hand in Kineto's format, and of a trace on the CPU."""
 
 import gzip
 import importlib
@@ -30,7 +30,7 @@ def part(name: str) -> Any:
 
 
 class Sample:
-    """Events as Kineto writes them: what the host called, what the device did, and the arrows from one to the other."""
+    """Events as Kineto writes them: calls of the host, work of the device, and arrows from one to the other."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = [
@@ -173,7 +173,7 @@ def test_kernels_with_most_time():
 
 
 def test_calls_of_a_thread_with_another_name_count_all():
-    """Kineto knows threads by their number only where they have told it."""
+    """Calls may have another number than the thread that steps. Then the calls of all threads count."""
     made = sample()
     for event in made.events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
@@ -193,7 +193,7 @@ def test_overlapping_moments_count_once():
     assert part("profile_counts").covered([]) == 0
 
 
-def test_a_small_trace_keeps_what_the_device_did(tmp_path: Path):
+def test_a_small_trace_keeps_the_work_of_the_device(tmp_path: Path):
     path = tmp_path / "trace.json.gz"
     row = part("profile_counts").write_small_trace(path, sample().trace())
     assert row == {"file": "trace.json.gz", "bytes": path.stat().st_size, "events": row["events"], "whole": True}
@@ -201,7 +201,7 @@ def test_a_small_trace_keeps_what_the_device_did(tmp_path: Path):
     counts = Counter(event.get("cat") for event in kept["traceEvents"])
     assert counts["kernel"] == 7 and counts["gpu_memcpy"] == 3 and counts["ac2g"] == 11
     assert not {"cpu_op", "gpu_user_annotation", "Trace"} & set(counts)
-    # What is left serves for the same figures.
+    # The rest gives the same figures.
     read = part("profile_counts").ProfiledCall
     assert read(kept, KINDS).by_kind() == read(sample().trace(), KINDS).by_kind()
 
@@ -245,7 +245,7 @@ def test_waits_by_kind_and_line():
     assert row["lines_left_out"] == 0
 
 
-def test_where_a_wait_is():
+def test_the_place_of_a_wait():
     at = part("profile")._at
     assert at() == "-1 outside -"
     with recording(Recorder()):

@@ -1,4 +1,4 @@
-"""`compute-sanitizer` as a part of a GPU day: what it and the program under it say becomes the right row."""
+"""`compute-sanitizer` as a part of a GPU day: the output of the tool and of its program becomes the right row."""
 
 import importlib
 import itertools
@@ -24,7 +24,7 @@ from tiered.offload.transport import Lane
 
 ROOT = Path(__file__).resolve().parents[1]
 RAN = {"ran": ["one", "two"], "wrong": []}
-# The tool says a part of what it has to say before the program runs, and the rest when that has ended.
+# The tool prints a part of its output before the program runs, and the rest after its end.
 TOOL = """#!/usr/bin/env python3
 import json, os, subprocess, sys
 script = json.loads(os.environ["FAKE_TOOL"])
@@ -76,7 +76,7 @@ def setting(device: str = "cpu") -> Any:
 
 
 class Fake:
-    """A tool on the PATH and a program, which say what a test wants."""
+    """A tool on the PATH and a program, with output that a test sets."""
 
     def __init__(self, part: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._part, self._monkeypatch, self._folder = part, monkeypatch, folder
@@ -160,7 +160,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_the_tool_finds_is_an_error(fake: Fake, part: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_findings_of_the_tool_are_errors(fake: Fake, part: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(part, "_GRACE", 0.5)
     said, errors, detail = FOUND[name]
     row = fake.run(**said)
@@ -187,7 +187,7 @@ def test_a_planted_error_has_to_be_found(fake: Fake, name: str):
     assert "--kernel-regex" in fake.called
 
 
-def test_a_planted_error_is_no_news_where_the_tool_is_refused(fake: Fake):
+def test_a_refused_tool_gives_no_verdict_on_a_planted_error(fake: Fake):
     row = fake.run(what="planted", before=REFUSAL, says="CUDA error", program_status=1)
     assert "Device not supported" in row["why"] and "ok" not in row
 
@@ -257,7 +257,7 @@ FAILED = {
 
 
 @pytest.mark.parametrize("name", FAILED)
-def test_what_is_no_verdict_is_a_failure(fake: Fake, part: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_output_without_a_verdict_fails(fake: Fake, part: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(part, "_GRACE", 0.5)
     said, why = FAILED[name]
     with pytest.raises(RuntimeError, match=why.replace("|", r"\|")):
@@ -366,7 +366,7 @@ def test_a_wrong_record_is_found(sanitized: ModuleType, one_wrong_byte: None, co
 
 
 @pytest.mark.parametrize("one_wrong_byte", [Lane.FETCH], indirect=True)
-def test_what_is_found_is_told(sanitized: ModuleType, one_wrong_byte: None):
+def test_a_wrong_byte_is_reported(sanitized: ModuleType, one_wrong_byte: None):
     assert sanitized.run_transports(CPU, 3, schedules=0, end=0.0)["wrong"] == ["copies: bytes differ"]
 
 
@@ -397,7 +397,7 @@ def test_on_cuda_half_of_the_delays_hold_up_a_stream(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("wrong", [[], ["a"]])
-def test_what_is_wrong_is_an_exit_status(
+def test_the_exit_status_counts_wrong_results(
     sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: list[str]
 ):
     monkeypatch.setattr(sanitized, "run_kernels", lambda device: {"ran": [str(device)], "wrong": wrong})
@@ -415,12 +415,12 @@ def test_kernels_run_once_each(sanitized: ModuleType, monkeypatch: pytest.Monkey
     assert sanitized.run_kernels(CPU)["wrong"]
 
 
-def test_what_is_planted_is_refused_where_it_can_be_seen(sanitized: ModuleType):
+def test_a_planted_index_is_refused_on_a_cpu(sanitized: ModuleType):
     with pytest.raises(IndexError, match="out of range"):
         sanitized.run_planted(CPU)
 
 
-def test_it_ends_itself_and_says_where_it_was(part: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_it_ends_at_its_limit_with_a_traceback(part: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'bench'}:{ROOT}")
     asked = ["transports", "--device", "cpu", "--schedules", "1000", "--seconds", "1000", "--limit", "1"]
     ended = subprocess.run([*part.PROGRAM, *asked], capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""What a GPU day says of LLaDA-8B's shape: rows, floors and books, with the model at its tiny size on the CPU."""
+"""Rows, floors and books of the part of a GPU day at LLaDA-8B's shape, with the model at its tiny size on the CPU."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ def steps(part: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets the allocator of the device tell such a peak."""
+    """Sets the peak of the device's allocator."""
     return lambda nbytes: monkeypatch.setattr(tiered.runtime, "allocator_peak", lambda device: nbytes)
 
 
@@ -56,7 +56,7 @@ def peak(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_model_is_drawn_whole(part: Callable[[str], ModuleType], setting: Any) -> None:
-    # New memory holds NaN in tests: what is not written shows.
+    # New memory holds NaN in tests, so unwritten numbers show.
     model = part("random_llada").random_llada(setting)
     plan = tiered.plan(part("random_llada").llada_config(setting), context=64, policy="none")
     held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -207,7 +207,7 @@ def test_wrong_numbers_are_found(part: Callable[[str], ModuleType], steps: Modul
     model = part("random_llada").random_llada(setting)
     model.ln_f.weight[7] = torch.nan
     try:
-        with pytest.raises(tiered.NonFiniteError):  # which is what the row says then
+        with pytest.raises(tiered.NonFiniteError):  # which the row then has
             steps.measure(setting, "fast_dllm_dual 96")
     finally:
         model.ln_f.weight[7] = 1.0

@@ -1,4 +1,4 @@
-"""The tests marked `gpu` as a part of a GPU day: every outcome is told, whatever a test does to its process."""
+"""The tests marked `gpu` as a part of a GPU day: it reports every outcome, whatever a test does to its process."""
 
 import importlib
 import json
@@ -46,8 +46,8 @@ def run(part: ModuleType, folder: Path, names: list[str], *, workers: int, secon
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "seconds"), [(2, 60.0), (0, 6.0)])
-def test_every_outcome_is_told(part: ModuleType, tmp_path: Path, workers: int, seconds: float):
-    # Another process takes the place of one that dies; what never ends costs nothing of what ended before it.
+def test_every_outcome_is_reported(part: ModuleType, tmp_path: Path, workers: int, seconds: float):
+    # Another process takes the place of one that dies. A test that never ends costs no earlier outcome.
     names = [name for name in FILES if name != ("hangs" if workers else "dies")]
     row = run(part, tmp_path, names, workers=workers, seconds=seconds)
     failed = {Path(failure["test"].partition("::")[0]).stem: failure["why"] for failure in row["failures"]}
@@ -82,14 +82,14 @@ def ended(test: str, outcome: str) -> list[dict[str, Any]]:
         (ended("a", "passed"), -11, "cuda", "pytest ended with status -11"),
     ],
 )
-def test_what_a_run_comes_to(
+def test_the_verdict_of_a_run(
     part: ModuleType, notes: list[dict[str, Any]], status: int | None, device: str, why: str | None
 ):
     row = part.figures(notes, status, device=device)
     assert row.get("why") == why and row["ok"] is (why is None)
 
 
-def test_the_files_are_those_with_such_tests(part: ModuleType):
+def test_the_files_are_those_with_gpu_tests(part: ModuleType):
     names = {path.name for path in part.gpu_files()}
     assert {"test_stored_rows.py", "test_transports.py", "test_drift.py"} <= names
     assert "test_evaluation.py" not in names

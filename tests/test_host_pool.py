@@ -1,4 +1,4 @@
-"""Host memory that one call after another uses: what it holds, what it gives up, and what comes back from a call."""
+"""Host memory that one call after another uses: its bytes, the room that it gives up, and its return after a call."""
 
 import threading
 from collections.abc import Mapping
@@ -105,7 +105,7 @@ def test_memory_is_in_the_books_as_long_as_it_is_there(
 @pytest.mark.parametrize(
     ("asked", "given"), [(4, 4), (5, None), (3, None)], ids=["exactly that", "not less", "not more"]
 )
-def test_what_was_given_back_is_given_again(asked: int, given: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_returned_memory_is_given_again(asked: int, given: int | None, monkeypatch: pytest.MonkeyPatch):
     system = System(Ledger())
     pool = pool_over(system, monkeypatch)
     for chunk in [pool.take(size * KIB) for size in (8, 4, 6)]:
@@ -127,7 +127,7 @@ def test_what_was_given_back_is_given_again(asked: int, given: int | None, monke
 
 
 @pytest.mark.parametrize("refuses", ["budget", "system"])
-def test_what_no_call_holds_is_given_up_where_room_is_needed(refuses: str, monkeypatch: pytest.MonkeyPatch):
+def test_idle_memory_is_given_up_if_room_is_needed(refuses: str, monkeypatch: pytest.MonkeyPatch):
     ledger = Ledger(MemoryBudget(host=20 * KIB if refuses == "budget" else None))
     system = System(ledger, most=20 * KIB)
     pool = pool_over(system, monkeypatch)
@@ -263,8 +263,8 @@ class Stubborn(SimulatedThreads):
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch: pytest.MonkeyPatch):
-    """The next holder's first write waits for nothing: so whoever gives memory back does, though the transport should
-    fail, or someone lose patience."""
+    """The first write into returned memory waits for nothing, so memory returns after its last copy. That holds if the
+    transport fails, or an interrupt comes."""
     ledger, transport, done = Ledger(), Stubborn(), list[bool]()
     pool, back = HostPool(ledger, CPU), HostPool._back
     tiers = Tiers(ledger, device=CPU, transport=transport, pool=pool)

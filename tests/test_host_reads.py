@@ -1,5 +1,5 @@
-"""How often clustering makes the host wait for the device, counted by the calls that would; and that no value of the
-host goes there by a copy that waits."""
+"""How often clustering makes the host wait for the device, counted by the calls that would wait. And no value of the
+host goes to the device by a copy that waits."""
 
 import ast
 from collections.abc import Callable, Iterator

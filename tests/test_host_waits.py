@@ -1,4 +1,4 @@
-"""Waits of the host for the device: which are counted, for which line, and that nothing is left changed."""
+"""Waits of the host for the device are counted by line, and nothing is left changed."""
 
 import inspect
 import threading
@@ -35,7 +35,7 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def flagged() -> None:
-    """What torch does in C++: the warning is of the line of Python that called it."""
+    """torch's warning in C++ is of the line of Python that called it, like this one."""
     warnings.warn(WARNING, UserWarning, stacklevel=1)
 
 
@@ -78,7 +78,7 @@ def test_lines_of_torch_are_passed_over(modes: list[Any]):
     assert [wait.line for wait in found] == [line_of(warn)]
 
 
-def test_what_the_caller_was_at(modes: list[Any]):
+def test_a_wait_has_the_place_of_its_caller(modes: list[Any]):
     where = iter(["layer 3", "layer 3", "head"])
     with host_waits(lambda: next(where)) as found:
         flagged()
@@ -87,7 +87,7 @@ def test_what_the_caller_was_at(modes: list[Any]):
     assert {wait.at: count for wait, count in found.items()} == {"layer 3": 2, "head": 1}
 
 
-def test_other_threads_and_other_warnings_are_none_of_it(modes: list[Any]):
+def test_other_threads_and_other_warnings_do_not_count(modes: list[Any]):
     with pytest.warns(UserWarning, match="something else") as shown, host_waits() as found:
         thread = threading.Thread(target=flagged)
         thread.start()
@@ -99,7 +99,7 @@ def test_other_threads_and_other_warnings_are_none_of_it(modes: list[Any]):
 
 def test_everything_is_as_it_was(modes: list[Any]):
     before = torch.cuda.synchronize, FakeEvent.synchronize, warnings.showwarning, list(warnings.filters)
-    modes.append(2)  # somebody wants errors
+    modes.append(2)  # the caller wants errors
     with pytest.raises(KeyError), host_waits():
         assert modes[-1] == "warn"
         raise KeyError

@@ -1,4 +1,4 @@
-"""What each file may import and touch, read from its syntax tree."""
+"""Imports and calls that each file may have, read from its syntax tree."""
 
 import ast
 import textwrap
@@ -96,7 +96,7 @@ def run_on_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def room_of(name: str) -> str:
-    """The room that the module `name` is in; "" where it is no module of ours."""
+    """The room that the module `name` is in; "" if it is no module of ours."""
     first, second, third, *_ = [*name.split("."), "", ""]
     if first != "tiered":
         return first if first == "bench" else ""
@@ -106,18 +106,18 @@ def room_of(name: str) -> str:
 
 
 def module_behind(name: str) -> str:
-    """The module of ours that `name`, perhaps something in it, comes from; "" where it is not ours."""
+    """The module of ours that `name`, perhaps something in it, comes from; "" if it is not ours."""
     while name and name not in MODULES:
         name = name.rpartition(".")[0]
     return name
 
 
 def upward(names: Iterable[str], importer: str) -> list[str]:
-    """Those of the imported `names` that the module `importer` must not import."""
+    """The imported `names` that the module `importer` must not import."""
     wrong = []
     for name in names:
         if name.split(".")[0] in ("bench", "tests", *TOP[1:]):
-            wrong.append(name)  # our folders have no name outside `tiered`; bench/ and tests/ are for nobody
+            wrong.append(name)  # our folders have no name outside `tiered`; no room may import bench/ and tests/
         elif (room := room_of(module_behind(name))) and ORDER.index(room) < ORDER.index(room_of(importer)):
             wrong.append(name)
     return wrong
@@ -142,13 +142,13 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def accelerators(tree: ast.AST) -> list[str]:
-    """What `tree` uses of torch.cuda, cupy and triton."""
+    """Uses of torch.cuda, cupy and triton in `tree`."""
     found = [name for name in imports(ast.walk(tree), "") if f"{name}.".startswith(("cupy.", "triton.", "torch.cuda."))]
     return found + [ast.unparse(node) for node in ast.walk(tree) if is_attribute(node, "torch", "cuda")]
 
 
 def unsafe(tree: ast.AST) -> list[str]:
-    """What in `tree` could run code that comes with a checkpoint."""
+    """Code in `tree` that could run code of a checkpoint."""
     picklers = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
     found = [name for name in imports(ast.walk(tree), "") if name.split(".")[0] in picklers or name == "torch.load"]
     for node in ast.walk(tree):
@@ -178,8 +178,8 @@ def imported_with(path: Path) -> list[str]:
 
 
 def tensors_behind(path: Path) -> str | None:
-    """How importing `path` brings a tensor library, as "a > b > torch", by the fewest files; None where it brings
-    none."""
+    """How importing `path` brings a tensor library, as "a > b > torch", by the fewest files. If it brings none, the
+    result is None."""
     ways, seen = [[module_name(path)]], {module_name(path)}
     for way in ways:
         for name in imported_with(MODULES[way[-1]]):
@@ -192,13 +192,13 @@ def tensors_behind(path: Path) -> str | None:
 
 
 def offenders(room: str, check: Callable[[ast.Module], list[str]]) -> dict[str, list[str]]:
-    """What `check` finds in the files of `room`."""
+    """Findings of `check` in the files of `room`."""
     return {str(path.relative_to(ROOT)): found for path in FILES[room] if (found := check(parsed(path)))}
 
 
 @pytest.mark.parametrize("folder", FILES)
 def test_imports_run_down_the_order_of_rooms(folder: str):
-    # Those for the type checker alone and those inside functions count as well.
+    # Imports for the type checker alone and imports inside functions count as well.
     wrong = {
         name: upward(imports(ast.walk(parsed(path)), package_of(path)), name)
         for name, path in MODULES.items()
@@ -294,7 +294,7 @@ def test_the_way_to_a_tensor_library_is_named():
     assert (tensors_behind(ROOT / "tiered/forward/forward.py") or "").startswith("tiered.forward.forward > torch")
 
 
-def test_what_runs_on_import():
+def test_nodes_that_run_on_import():
     source = """
         import a
         if TYPE_CHECKING:

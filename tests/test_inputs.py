@@ -1,4 +1,4 @@
-"""What callers pass, as prompts: text through the tokenizer, ids with padding on any side."""
+"""Prompts as callers pass them: text through the tokenizer, ids with padding on any side."""
 
 from typing import Any
 
@@ -163,7 +163,7 @@ def test_ids_of_every_kind(given: dict[str, Any], meant: list[list[int]]):
 @pytest.mark.parametrize(
     "how", [{}, {"return_tensors": "pt", "padding": True}, {"return_tensors": "np", "padding": True}]
 )
-def test_what_a_tokenizer_returns(tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]):
+def test_outputs_of_a_tokenizer_are_prompts(tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]):
     """By place and by name, with the answers of each prompt alone."""
     runtime = tiered.from_pretrained("embedded")
     encoded: Any = tokenizer(PROMPTS, return_token_type_ids=True, **how)

@@ -74,7 +74,6 @@ def inertia(rows: Tensor, assignment: Tensor) -> float:
 
 
 def check_promises(assignment: Tensor, rows: Tensor, clusters: int, valid: Tensor | None = None) -> None:
-    """What holds for every result."""
     valid = torch.ones(rows.shape[:2], dtype=torch.bool) if valid is None else valid
     assert assignment.dtype == torch.int64
     assert torch.equal(assignment >= 0, valid)
@@ -86,7 +85,7 @@ def check_promises(assignment: Tensor, rows: Tensor, clusters: int, valid: Tenso
 @pytest.mark.parametrize("iterations", [0, 1, 4])
 @pytest.mark.parametrize(("n", "width", "clusters"), [(60, 5, 3), (200, 16, 7), (90, 300, 4), (600, 6, 2)])
 def test_it_is_lloyds_algorithm(backend: Backend, n: int, width: int, clusters: int, iterations: int):
-    """600 rows in 2 clusters: more than faiss looks at unless it is told to."""
+    """600 rows in 2 clusters: more than faiss looks at by default."""
     rows = random(2, n, width) * torch.exp(2 * random(2, n, 1, seed=1))
     start, given = units(rows[:, :clusters]).float(), rows.clone()
     nearest, cosine = LLOYD[backend](UnitRows.of(rows), start, iterations)
@@ -159,8 +158,8 @@ def test_as_many_rows_as_clusters_stay_alone():
 
 
 @pytest.mark.parametrize("missing", range(5))
-def test_a_cluster_that_lost_its_rows_goes_where_it_is_needed(missing: int):
-    """From a start in which one direction is where no row is; rows without a direction do not count as its own."""
+def test_a_cluster_without_rows_moves_to_rows_without_a_cluster(missing: int):
+    """One direction of the start has no row near it. Rows without a direction do not count as its own."""
     rows, truth = planted(1, 100, 8, 5, noise=0.02)
     start = units(torch.stack([rows[0, truth[0] == cluster][0] for cluster in range(5)])).float()
     start[missing] *= -1
@@ -194,7 +193,7 @@ def test_norms_have_no_part():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("elements", [None, 640, 40])
-def test_groups_do_not_know_of_each_other(backend: Backend, elements: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_groups_are_independent(backend: Backend, elements: int | None, monkeypatch: pytest.MonkeyPatch):
     """In tiles of many groups, of parts of one, of single rows."""
     if elements is not None:
         monkeypatch.setattr(tiles, "CPU_ELEMENTS", elements)

@@ -54,7 +54,7 @@ def picks_of(module: object, name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", SKETCHES)
 def test_picks_are_the_references(name: str):
-    """Rows are far enough from each other for rounding to choose none."""
+    """Rows are so far apart that rounding chooses none."""
     found = picks_of(greedy_picks, name)
     assert torch.equal(found, picks_of(greedy_picks_ref, name))
     assert found.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""Coded keys and values: what is kept is the same wherever it is, less moves, and answers hang on the codec alone."""
+"""Coded keys and values: they are the same in every tier, fewer bytes move, and answers depend on the codec alone."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LONG: dict[str, Any] = {"context": 4096, "policy": "fast_dllm_dual"}
 CALL: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16, "confidence_threshold": 0.9}
 
 
-def test_coded_rows_take_what_their_codes_do_wherever_they_are():
+def test_a_plan_counts_coded_rows_by_the_bytes_of_their_codes():
     names, elements = ("raw", "fp8", "nvfp4"), 4096 * 32 * 4096
     free = [tiered.plan("llada-8b", kv=kv, **LONG) for kv in names]
     by_element = {plan.sizes.kv: plan.tiers[Tier.DEVICE].accounts[Account.KEY] / elements for plan in free}
@@ -31,7 +31,7 @@ def test_coded_rows_take_what_their_codes_do_wherever_they_are():
 
 @pytest.mark.parametrize("kv", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "dkv_pd", "dllm_cache", "elastic_cache", "polestar"])
-def test_what_a_layer_holds_comes_back_from_the_codec(policy: str, kv: str):
+def test_rows_of_a_layer_are_values_of_the_codec(policy: str, kv: str):
     """Every row that was written, of keys and of values."""
     runtime = tiered.from_pretrained("embedded", policy=policy, device="cpu", kv=kv)
     seen = []
@@ -51,7 +51,7 @@ def test_what_a_layer_holds_comes_back_from_the_codec(policy: str, kv: str):
 
 
 @pytest.mark.parametrize("policy", ["fast_dllm_dual", "polestar"])
-def test_answers_hang_on_no_budget(policy: str):
+def test_a_budget_changes_no_answer(policy: str):
     examples = [tasks.sample("lookup", "test", number, size=200).prompt for number in range(2)]
     free = tiered.from_pretrained("embedded", policy=policy, device="cpu", kv="fp8")
     call: dict[str, Any] = {"max_new_tokens": 16, "block_length": 8}
@@ -64,7 +64,7 @@ def test_answers_hang_on_no_budget(policy: str):
     assert again.memory.moved["host->device"] > out.memory.moved.get("host->device", 0)
 
 
-def test_a_plan_says_what_a_code_would_save():
+def test_a_plan_warns_of_bytes_that_a_code_would_save():
     asked: dict[str, Any] = {"context": 32768, "policy": "fast_dllm_dual", "rope_scaling": "ntk:8", "memory": "24GiB"}
     plan = tiered.plan("llada-8b", **asked)
     assert plan.sizes.kv is None and plan.streams is not None
@@ -89,7 +89,7 @@ def test_other_codecs_are_refused_by_name(kv: str, message: str):
 
 
 def test_every_policy_refreshed_at_every_step_answers_as_without_a_cache():
-    """Whatever the codec makes of keys and values, it makes of all of them."""
+    """The codec changes all keys and values alike."""
     prompt = "sort: Nora Ben Ivan Cleo"
     none = tiered.from_pretrained("embedded", policy="none", device="cpu", kv="fp8").generate(prompt, **CALL)
     for name, options in (

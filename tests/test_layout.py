@@ -1,4 +1,4 @@
-"""The folders, the names they install under, and the page that says what each holds."""
+"""The folders, their names when installed, and the page about their contents."""
 
 import importlib
 import json
@@ -24,12 +24,12 @@ from tiered.models.locate import checkpoint_directory
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "offload", "clustering"]
 
-# Every model imports this file, and this file from a package named `kernels` where one can be found.
+# Every model imports this file, and this file from a package named `kernels` if one can be found.
 OF_KERNELS = "from transformers.integrations.hub_kernels import use_kernel_forward_from_hub as it; print(it.__name__)"
 
 
 def python(code: str, folder: Path, **environment: str) -> str:
-    """What `code` prints in a fresh interpreter that runs in `folder`."""
+    """Output of `code` in a fresh interpreter that runs in `folder`."""
     environment = {**os.environ, **environment}
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -100,7 +100,7 @@ def test_the_rooms_install_inside_tiered(tmp_path: Path):
         (None, "pip install '.[bench]' in the checkout"),
     ],
 )
-def test_a_missing_package_is_named_with_what_brings_it(
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
     origin: dict[str, object] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if origin is not None:
@@ -134,7 +134,7 @@ def test_every_room_is_on_the_page():
     assert sorted(rows) == sorted({"bench/", "tiered/*.py", *rooms, *(f"{room}/" for room in LINKED)})
 
 
-def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_error_for_a_model_outside_the_wheel_names_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr("tiered.models.locate.EMBEDDED_MODELS", {"embedded-blocks": tmp_path})
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch
 @pytest.mark.long
 def test_the_wheel_answers_in_an_empty_environment(tmp_path: Path):
     """A newcomer has the wheel, and the packages that pip brings with it: every line of README.md under Use runs."""
-    # A copy, because a build leaves folders where it works, and takes what it finds in them.
+    # A copy, because a build leaves folders in its source tree, and takes files from them.
     source = tmp_path / "source"
     left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "bench", "tests", "__pycache__")
     shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)

@@ -17,7 +17,7 @@ CAPS = st.none() | st.integers(0, 150)
 
 
 class Left(Counter[Account]):
-    """Accounts after bytes left: as high as before if none did, but no peak worth telling."""
+    """Accounts after bytes left: as high as before if none did, but never a peak."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -154,12 +154,12 @@ def test_features_are_accounts():
     assert [ledger.held(Tier.DEVICE, Account(feature)) for feature in Feature] == [1, 2, 3, 4, 5]
 
 
-def test_a_refusal_says_what_to_do_even_without_a_hint():
+def test_a_refusal_names_a_remedy_even_without_a_hint():
     with pytest.raises(TierCapacityError, match="raise `memory`"):
         Ledger(MemoryBudget(device=1)).allocate({Account.KEY: 2})
 
 
-def test_of_equal_peaks_the_last_is_told():
+def test_of_equal_peaks_the_last_is_reported():
     ledger = Ledger()
     for account in (Account.KEY, Account.VALUE):
         with ledger.holding({account: 10}):
@@ -192,7 +192,7 @@ def test_a_peak_above_the_cap_is_found():
 
 
 class Holding:
-    """Has booked bytes in pieces that nobody uses."""
+    """Has booked bytes in pieces that are not in use."""
 
     def __init__(self, ledger: Ledger, pieces: list[int]) -> None:
         self.ledger, self.pieces = ledger, pieces
@@ -228,4 +228,4 @@ def test_lenders_give_up_as_much_as_a_booking_needs():
     ledger.check_integrity()
     assert ledger.report().tiers[Tier.HOST].required == 90
     del lender, other
-    assert ledger.idle(Tier.HOST) == 0  # whoever has gone lends nothing
+    assert ledger.idle(Tier.HOST) == 0  # a lender that is gone lends nothing

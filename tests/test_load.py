@@ -1,4 +1,4 @@
-"""The study `load`: what many clients get is what each gets alone, and its tables."""
+"""The study `load`: each of many clients gets the same as alone, and the study's tables."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 
 
 def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """What is measured, as a table has it."""
+    """Measured rows, as a table has them."""
     whole = {**load.AXES, **axes}
     return [
         {"point": point.key, "run": 0, "status": "ok"} | dict(point.settings) | row

@@ -1,4 +1,4 @@
-"""Logits in tiles: proposals are those from whole logits, whatever the tiles' size."""
+"""Logits in tiles: proposals are those from whole logits, for every size of tiles."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tiered.decoding.sampling_options import Sampling
 from tiered.models.logit_tiles import LogitTiles, with_guidance
 
 VOCAB, MASK, ENDS, CPU = 40, 4, (0, 17), torch.device("cpu")
-# Confidence near 1 is measured by what lacks to 1, which has float32's relative precision.
+# Confidence near 1 is measured by its distance from 1, which has float32's relative precision.
 PLAIN: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-12}
 SAMPLINGS = {
     "likeliest": Sampling(),
@@ -89,7 +89,7 @@ def test_likeliest_tokens_and_their_probability(seed: int, tokens: int, scale: f
     others[..., MASK] = -torch.inf
     assert torch.equal(found.tokens, others.argmax(dim=-1))
     exact = logits.double().softmax(dim=-1).gather(-1, found.tokens[..., None])[..., 0]
-    # Of what is less likely than the least normal number of float32, a CPU may make 0.
+    # A CPU may round a probability below the least normal number of float32 to 0.
     torch.testing.assert_close(found.confidence, exact, rtol=1e-5, atol=torch.finfo(torch.float32).tiny)
 
 

@@ -1,4 +1,4 @@
-"""bench/measure.py as a user runs it: what it measures, keeps, refuses and goes on with. A quick worker stands in."""
+"""bench/measure.py as a user runs it: points that it measures, keeps, refuses and resumes. A quick worker stands in."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ SMALL = ["--clusters", "4,8", "--top-m", "2", "--update-threshold", "0,1", "--ex
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Runs a small sweep into a folder with further arguments; `begun`: what was measured by this run alone."""
+    """Runs a small sweep into a folder with further arguments; `begun`: points that this run alone measured."""
     log = tmp_path / "log"
 
     def once(*arguments: str) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def worker(log: Path) -> str:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Without what differs from run to run."""
+    """Without columns that differ from run to run."""
     return [{name: value for name, value in row.items() if name != "took_s"} for row in read_rows(folder)[0]]
 
 
@@ -68,14 +68,14 @@ def test_every_point_has_its_rows_and_a_second_command_measures_anew(run, tmp_pa
     (stamp,) = about["stamps"].values()
     assert {"revision", "processor", "torch"} <= stamp.keys() and about["command"].startswith("python")
     assert not list((tmp_path / "out" / "points").glob("*.json"))
-    # What it prints is read from the same rows, and is there without measuring.
+    # Its output is made of the same rows, and needs no measuring.
     shown = run("--show")
     tables = shown.out.rpartition("{")[0]
     assert shown.begun == [] and "| C 8, M 2 |" in tables and first.out.startswith(tables)
     assert len(run().begun) == 6
 
 
-def test_keep_measures_what_is_missing_and_a_narrower_command_forgets_nothing(run, tmp_path: Path):
+def test_keep_measures_missing_points_and_a_narrower_command_forgets_nothing(run, tmp_path: Path):
     run()
     rows = rows_of(tmp_path / "out")
     assert run("--keep").begun == []
@@ -95,7 +95,7 @@ def test_rows_that_rest_on_something_else_are_put_aside(run, tmp_path: Path, cha
     assert not {row["point"] for row in rows} & {row["point"] for row in old}
     kept = read_table(tmp_path / "out" / "rows.1.parquet")[0]
     assert [row["point"] for row in kept] == [row["point"] for row in old]
-    # What is no table at all is nobody's to delete either.
+    # A file that is no table is not deleted either.
     (tmp_path / "out" / "rows.parquet").write_text("mine")
     run("--policy", "none")
     assert (tmp_path / "out" / "rows.2.parquet").read_text() == "mine"
@@ -155,15 +155,15 @@ def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tm
     }
     for batch, (status, why) in expected.items():
         assert (rows[batch]["status"], rows[batch]["why"]) == (status, why) and "correct" not in rows[batch]
-    # They are known until somebody asks for another try, and what was refused stays so.
+    # They are known until another try is asked for, and refused points stay refused.
     assert run(*both, "--keep").begun == []
     third = run(*both, "--retry", "--filter", "batch=901|906|907|8")
     assert sorted(batch for *_, batch in third.begun) == [901, 907] and third.last["failed"] == 1
     assert {row["status"] for row in rows_of(tmp_path / "out") if row["batch"] == 907} == {"ok"}
 
 
-def test_what_the_library_refuses_is_a_row_and_no_failure(run, tmp_path: Path):
-    # Through the process that measures for people: its error and that of the workload are one class.
+def test_a_refused_call_is_a_row_and_no_failure(run, tmp_path: Path):
+    # Through the real worker: its error and that of the workload are one class.
     own = shlex.join(WORKER)
     ended = run("--policy", "none", "--budget", "1KiB", "--examples", "sort:1", "--worker", own)
     assert ended.code == 0 and ended.last["refused"] == 1
@@ -172,7 +172,7 @@ def test_what_the_library_refuses_is_a_row_and_no_failure(run, tmp_path: Path):
 
 
 def group(batches: list[int], tmp_path: Path, **options: Any) -> list[Ended]:
-    """What one process gives for points of these batches, and the one after it."""
+    """Outcomes of points of these batches, from one process and the one after it."""
     jobs = [
         Job(Point(study="sweep", settings={"policy": "none", "batch": batch, "tasks": [["sort", None, 2]]}))
         for batch in batches
@@ -190,7 +190,7 @@ def test_points_that_share_a_process_lose_one_row_to_a_crash(tmp_path: Path):
     assert [each.rows[0]["status"] for each in spent] == ["ok", "skipped", "skipped"]
 
 
-def test_a_full_disk_is_named_and_what_is_finished_stays(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_a_full_disk_is_named_and_finished_points_stay(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     written: list[Path] = []
     write = store.write_then_rename
 
@@ -276,14 +276,14 @@ def test_ended_by_ctrl_c_and_killed_at_random_moments_it_resumes_to_the_same_tab
     assert "measurements are missing; the same command goes on" in done.stderr
     assert [end["exit"] for end in ends] == kills * [-9], "a kill came too late to hit anything"
     begun, kept = log.read_text().count("\n"), len(list((killed / "points").glob("*.json")))
-    # Each of the ends may have cost what was being measured, and nothing more.
+    # Each of the ends may have cost the point that was being measured, and nothing more.
     assert begun - kills - 1 <= kept <= begun and kept < 3 * points
     assert measure.main(command) == 0
     assert measure.main([*grid, "--out", str(whole), "--worker", worker(tmp_path / "log of whole")]) == 0
     assert rows_of(killed) == rows_of(whole) and len(rows_of(killed)) == 3 * points * 3
 
 
-def test_a_table_gives_back_what_was_written(tmp_path: Path):
+def test_a_table_gives_back_the_written_rows(tmp_path: Path):
     rows = [
         {"a": 1, "b": 0.5, "c": "x", "d": {"e": [1, None]}, "f": True},
         {"a": 2, "b": 1, "c": 4, "g": 2**40},

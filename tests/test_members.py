@@ -1,4 +1,4 @@
-"""Who belongs to which cluster: the host's books against plain Python."""
+"""Members of clusters: the host's books against plain Python."""
 
 from itertools import pairwise
 
@@ -57,7 +57,7 @@ def test_members_against_lists(case: tuple[int, Clusters], data: st.DataObject):
         members = members.without(first, stop)
         belongs = {column: cluster for column, cluster in belongs.items() if not first <= column < stop}
         check(members, stored, belongs, recomputed())
-        assert (before.cluster_of == copy).all()  # what others still hold
+        assert (before.cluster_of == copy).all()  # an earlier version stays as it was
         if first < stop:
             members = members.appended(first, stop)
             stored = [*stored, [*range(first, stop)]]

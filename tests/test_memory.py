@@ -70,13 +70,13 @@ def test_the_ledger_is_what_torch_allocates(case: str, model: LLaDA):
         assert 0 <= max(held) <= report.peak and (max(held) > 0) == (report.peak > 0)
 
 
-def test_what_is_not_booked_is_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
+def test_unbooked_bytes_are_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
     made = FeatureStore.__init__
 
     def greedy(self: FeatureStore, sizes: CallShape, *others: Any) -> None:
         made(self, replace(sizes, context=sizes.context + 64), *others)
         for tensor in chain.from_iterable(self._tensors.values()):
-            tensor.zero_()  # what nobody writes would else be NaN
+            tensor.zero_()  # numbers that are never written would else be NaN
 
     monkeypatch.setattr(FeatureStore, "__init__", greedy)
     kept, *_ = memory.checks(Runtime(model, policy=make_policy("fast_dllm_dual")), IDS, **CALL, block_length=16)

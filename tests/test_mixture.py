@@ -1,4 +1,4 @@
-"""Mixtures of experts: what a router picks, that a row depends on no other, and checkpoints that do not fit."""
+"""Mixtures of experts: picks of a router, rows that depend on no other, and checkpoints that do not fit."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def by_hand(router: Router, logits: Tensor, bias: Tensor | None) -> dict[int, float]:
-    """What each expert of one row counts, by the words of the papers."""
+    """The weight of each picked expert of one row, by the words of the papers."""
     scores = (logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()).tolist()
     ranked = scores if bias is None else [score + added for score, added in zip(scores, bias.tolist(), strict=True)]
     each = len(scores) // router.groups
@@ -206,7 +206,7 @@ def test_the_sum_of_a_row_is_that_of_its_experts(
     torch.testing.assert_close(model.feed_forward(1, hidden), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_is_picked_is_told(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+def test_picked_experts_are_reported(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
     seen: list[tuple[int, Tensor]] = []
 
     class Inspector:
@@ -301,7 +301,7 @@ def test_experts_may_be_quantised_already(
     assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
 
 
-# By who writes them: a config, what is coded of the matrices of layers, and the layout of a coded one.
+# By writer: a config, the matrices of layers that are coded, and the layout of a coded one.
 PARTLY: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "ModelOpt's recipe for DiffusionGemma": (GEMMA, (".experts.",), "ModelOpt NVFP4"),
     "llm-compressor's FP8 of DiffusionGemma": (GEMMA, (".experts.", ".self_attn.", ".mlp."), "FP8 by channel"),

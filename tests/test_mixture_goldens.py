@@ -1,4 +1,4 @@
-"""What official code answers on mixtures of experts: histories. Logits and picked experts: test_answer_studies.py."""
+"""Mixtures of experts against official code: histories. Logits and picked experts: test_answer_studies.py."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_sequences_of_llada2(monkeypatch: pytest.MonkeyPatch, name: str, case: s
     call = {**options, "seed": 0, "output_history": True, "stop_at_eos": "eos_no_early" not in case}
     out = runtime("llada2/llada2_tiny").with_policy(policy).generate(prompt, **call)
     assert out.sequences[0, length : length + len(final)].tolist() == final.tolist()
-    # What stands behind the end of an answer is padding here, in the last canvas of a call that has stopped there.
+    # Tokens behind the end of an answer are padding here, in the last canvas of a call that has stopped there.
     states = torch.stack(out.history or []).int()
     expected = changes([*tensors[f"{case}.history"][:, :, : length + asked]])
     assert torch.equal(states[:-1], expected[:-1])

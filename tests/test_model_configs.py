@@ -1,4 +1,4 @@
-"""What each family reads out of config.json: sizes, the table of weights, and what it refuses."""
+"""config.json in each family: sizes, the table of weights, and values that are refused."""
 
 import json
 import math
@@ -75,7 +75,7 @@ CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD, "sdar": SDAR}
 
 
 def read(config: Mapping[str, Any], **changes: Any) -> ModelConfig:
-    """What is read of `config` with other values; `...` takes a key out."""
+    """The config read of `config` with other values; `...` takes a key out."""
     changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
     return family_of(changed).read(changed)
 
@@ -236,7 +236,7 @@ INERT: Mapping[str, Any] = {
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_what_is_off_changes_nothing(model_type: str):
+def test_switches_that_are_off_change_nothing(model_type: str):
     assert read(CONFIGS[model_type], **INERT) == read(CONFIGS[model_type])
 
 
@@ -251,7 +251,7 @@ def test_a_width_is_no_window_while_windows_are_off(config: Mapping[str, Any]):
     assert read(config, sliding_window=4096, use_sliding_window=False) == read(config)
 
 
-def test_padding_is_an_end_where_it_has_no_token():
+def test_without_a_pad_token_padding_is_an_end():
     assert read(SDAR).pad_token_id == read(SDAR).eos_token_id == 62
     assert read(SDAR, pad_token_id=61).pad_token_id == 61
 
@@ -372,7 +372,7 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (LLADA, {"attention_bias": True}, "attention_bias = True"),
         (LLADA, {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
         (DREAM, {"attention_bias": False}, "attention_bias = False"),
-        # What the official forward of a family reads, with a value for which it computes something else.
+        # Keys that the official forward of a family reads, with a value for which it computes something else.
         *(
             (LLADA, {key: value}, rf"forward does not implement settings of config.json: {key} = {value!r} \(allowed: ")
             for key, value in {

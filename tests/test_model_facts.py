@@ -1,4 +1,4 @@
-"""The table of docs/models.md says what the code counts, in the codecs that have a column there."""
+"""The table of docs/models.md has the numbers that the code counts, in the codecs that have a column there."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def test_the_page_has_the_default_codec():
     assert {Codec.RAW, Codec(Polestar().codec)} <= set(CODECS)
 
 
-def test_offload_saves_what_the_layouts_say():
+def test_offload_saves_the_share_of_the_layouts():
     # Keys and values of every head are twice the hidden states; Dream has 4 key heads of 28.
     saved = {name: round(model.offload_saves, 4) for name, model in MODELS.items()}
     by_hand = {

@@ -27,7 +27,7 @@ def test_names_of_other_libraries(name: str, meant: str | None):
     assert (f"did you mean {meant!r}?" in str(unknown_name("option", name, allowed))) == (meant is not None)
 
 
-def test_where_there_is_no_name():
+def test_the_message_if_there_is_no_name():
     assert str(unknown_name("option of policy 'none'", "window", [])) == (
         "unknown option of policy 'none' 'window'; there is none"
     )

@@ -1,5 +1,5 @@
-"""Nemotron-Labs against transformers' Ministral 3 with a mask of its own: a causal context, and a block that sees
-itself; logits, and every step of an answer."""
+"""Nemotron-Labs against transformers' Ministral 3 with a mask of its own. A context is causal, and a block sees itself:
+logits, and every step of an answer."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_every_step_is_that_of_the_uncached_model(
         ids, max_new_tokens=new, stop_at_eos=False, output_history=True, block_edges=edges
     )
     assert out.history is not None
-    # What was asked for comes back; what is behind it in its block does not.
+    # The tokens that were asked for come back; tokens behind them in their block do not.
     assert out.sequences.shape[1] == 22 + new
     expected = [state[:, : 22 + new] for state in denoised(oracle, ids, new, edges)]
     changed = [state for state, before in zip(expected[1:], expected, strict=False) if not torch.equal(state, before)]

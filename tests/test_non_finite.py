@@ -40,7 +40,7 @@ def runtime_of(variant: str, family: str = "llada", dtype: str = "float32") -> R
 
 
 def values_of(model: DiffusionModel, layer: int) -> Tensor:
-    """What projects to the values of `layer`."""
+    """The weight that projects to the values of `layer`."""
     (name,) = [name for name in model.shape.weight_shapes if f".{layer}." in name and "v_proj.weight" in name]
     return official(model, name)
 
@@ -58,12 +58,12 @@ def times(factor: float) -> Callable[[Tensor], object]:
 
 
 def largest(weight: Tensor):
-    """Up to what float16 holds: it is a product that does not fit."""
+    """Up to the largest number of float16, so that a product does not fit."""
     weight.mul_(65504 / weight.abs().max())
 
 
 BROKEN: dict[str, list[tuple[Callable[[Tensor], object], str]]] = {
-    # What layers make of the last is finite in every number, and the next norm would make zeros of it.
+    # After the last damage, outputs of layers are finite in every number, but the next norm would make zeros of them.
     "float32": [(nan, "A weight"), (infinite, "A weight"), (times(1e25), "A weight")],
     "float16": [(largest, "float16 ends at 65504; load with dtype = 'bfloat16' or 'float32'")],
 }
@@ -72,8 +72,8 @@ BROKEN: dict[str, list[tuple[Callable[[Tensor], object], str]]] = {
 def breaks(
     runtime: Runtime, weight: Tensor, *damages: Callable[[Tensor], object], **options: Any
 ) -> list[tiered.NonFiniteError]:
-    """The errors of a call with each damage. Before them, and once they are mended, it gives the same tokens; in the
-    books nothing stays."""
+    """The errors of a call with each damage. Before them, and once they are mended, it gives the same tokens. The books
+    keep nothing."""
     options = SIZES | options
     whole, healthy, errors = weight.clone(), runtime.generate(IDS, **options).sequences, []
     held = [runtime.ledger.accounts(tier) for tier in Tier]  # host memory stays for the next call
@@ -138,7 +138,7 @@ def test_every_part_is_named(weight: str, damage: Callable[[Tensor], object], op
 
 
 @pytest.mark.parametrize("variant", ["fast_dllm_dual", "polestar"])
-def test_where_layers_are_streamed(variant: str):
+def test_a_streamed_layer_is_named(variant: str):
     resident = runtime_of(variant)
     room = resident.generate(IDS, **SIZES).memory.budget.device
     assert isinstance(room, int)
@@ -160,8 +160,8 @@ def test_guidance_beyond_float32(variant: str):
 
 
 @pytest.mark.parametrize("variant", ["none", "fast_dllm_dual", "dkv_greedy", "dllm_cache", "elastic_cache", "polestar"])
-def test_what_was_fixed_before_is_kept(variant: str):
-    """The embedding of a token is NaN that only the second sequence comes to, late."""
+def test_tokens_fixed_before_the_error_are_kept(variant: str):
+    """A token's embedding is NaN, and only the second sequence comes to that token, late."""
     runtime = runtime_of(variant)
     healthy = runtime.generate(IDS, **SIZES, output_history=True, **rule_for(runtime)).history
     assert healthy is not None and len(healthy) == 13
@@ -180,7 +180,7 @@ def test_what_was_fixed_before_is_kept(variant: str):
     assert forward >= first[late]
     assert error.what == "the norm of a token's embedding"
     assert error.answers is not None and torch.equal(error.answers, healthy[forward][:, 17:])
-    if forward < 6 or variant.partition(",")[0] != "polestar":  # clustering does not say whose rows
+    if forward < 6 or variant.partition(",")[0] != "polestar":  # clustering does not name the sequence
         assert error.sequences == [1]
 
 

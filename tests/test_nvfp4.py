@@ -270,7 +270,7 @@ def halves() -> Tensor:
 
 @pytest.mark.parametrize("kind", [*KINDS, "midpoints"])
 def test_triton_writes_and_reads_the_same_bytes(kind: str):
-    """As rows in the code nvfp4, whose scales are powers of two; on the GPU where there is one, else interpreted."""
+    """As rows in the code nvfp4, whose scales are powers of two; on the GPU if there is one, else interpreted."""
     pytest.importorskip("triton")
     values = halves() if kind == "midpoints" else KINDS[kind][0]()
     device = "cuda" if CUDA else "cpu"

@@ -1,4 +1,4 @@
-"""What the bodies of OpenAI's endpoints may say: read under our names, or refused by theirs."""
+"""Bodies of OpenAI's endpoints: fields are read under our names, or refused under their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_choice_of_the_request_replaces_that_of_the_server(body: dict[str, Any
         ({"messages": [{**HELLO[0], "type": "text", "name": "me", "tool_calls": None}]}, {"prompts": [HELLO]}),
     ],
 )  # fmt: skip
-def test_what_is_read(body: dict[str, Any], expected: dict[str, Any]):
+def test_fields_that_are_read(body: dict[str, Any], expected: dict[str, Any]):
     wanted = read(**body)
     assert {name: getattr(wanted, name) for name in expected} == expected
 
@@ -129,7 +129,7 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"prompt": "hello"}, "prompt", "unknown field 'prompt'"),
     ],
 )  # fmt: skip
-def test_what_is_refused_by_name(body: dict[str, Any], field: str | None, words: str):
+def test_refused_fields_are_named(body: dict[str, Any], field: str | None, words: str):
     with pytest.raises(RefusedBody, match=words) as refused:
         read(**body)
     assert (refused.value.field, refused.value.status) == (field, 400)
@@ -160,6 +160,6 @@ def test_bad_prompts_of_completions(prompt: object):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff", b"[]", b"5", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}", b'{"a": NaN,']
 )
-def test_what_is_no_json_object(body: bytes):
+def test_bodies_that_are_no_json_object(body: bytes):
     with pytest.raises(RefusedBody):
         read_json(body)

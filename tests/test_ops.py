@@ -32,7 +32,7 @@ def test_operations_cover_the_wall_clock(model: str, policy: str, monkeypatch: p
     monkeypatch.setattr("workloads.operations.machine_rates", lambda device, dtype: rates)
     axes = {**ops.AXES, **SMALL, "model": [model], "policy": [policy]}
     (point,) = points_of(ops, axes, {"device": "cpu", "threads": 1, "seed": 0})
-    # What takes the processor between two ranges belongs to neither, so a busy machine needs another try.
+    # Other work of the processor between two ranges belongs to neither, so a busy machine needs another try.
     rows, tries = list(ops.measure(point.settings, **local(axes))), 5
     while abs(1 - rows[0]["covered"]) > 0.05 and (tries := tries - 1):
         rows = list(ops.measure(point.settings, **local(axes)))

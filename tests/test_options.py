@@ -1,4 +1,4 @@
-"""Options of `generate`: defaults, what official scripts paste, and how settings come together."""
+"""Options of `generate`: defaults, lines pasted from official scripts, and combinations."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
@@ -254,7 +254,7 @@ def test_the_mask_token_is_checked_and_dropped(name: str):
 
 
 @pytest.mark.parametrize("name", ALWAYS_NAMES)
-def test_what_is_returned_is_always_an_object(name: str):
+def test_options_that_are_always_on_cannot_be_turned_off(name: str):
     assert options(**{name: True}) == options(**{name: None}) == DEFAULTS
     with pytest.raises(ValueError, match=f"{name} = False"):
         options(**{name: False})
@@ -418,7 +418,7 @@ def test_an_alias_is_of_the_policies_that_have_the_option():
 
 
 @pytest.mark.parametrize("name", ["temperature", "cfg_scale", "factor"])
-def test_an_int_that_torch_takes_as_none_of_its_own_is_a_float(name: str):
+def test_an_int_beyond_torchs_range_becomes_a_float(name: str):
     value = getattr(GenerationOptions(**{name: 10**30}), name)
     assert isinstance(value, float) and value == 1e30
     with pytest.raises(ValueError, match="a number from"):

@@ -11,7 +11,7 @@ TINY = {"width": [64], "layers": [4], "positions": [512], "answer": [16], "steps
 
 
 @pytest.mark.usefixtures("few_slots")
-def test_what_a_slow_link_hides():
+def test_the_share_that_a_slow_link_hides():
     axes = {**overlap.AXES, **TINY}
     first, second = points_of(overlap, axes, COMMON)
     whole, *layers = rows = list(overlap.measure(first.settings, **local(axes)))

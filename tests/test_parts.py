@@ -1,5 +1,5 @@
-"""Parts that rows read beside the canvas: what another stack has written, keys in chunks, an output that is kept; and
-rows that are written anew where they are."""
+"""Parts that rows read beside the canvas: rows of another stack, keys in chunks, and a kept output. And rows that are
+written again in place."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ GIDD = {
 
 @dataclass
 class Stored:
-    """What another stack has written, up to a column by row."""
+    """Rows of another stack, up to column `stop`."""
 
     of: Forward
     stop: int
@@ -71,7 +71,7 @@ class Chunks(Stored):
 
 
 class Kept:
-    """What a part gave, by layer, without its keys."""
+    """Outputs of a part, by layer, without its keys."""
 
     def __init__(self) -> None:
         self.of_layer: dict[int, list[PartOutput]] = {}

@@ -1,7 +1,5 @@
-"""The peers study: which implementations meet, what their rows say, and how official code is reached and refused.
-
-Stand-ins with the functions that official checkouts have are written here; none of their code is.
-"""
+"""The peers study: its implementations, its rows, and the way to official code. Stand-ins with the functions of
+official checkouts are written here; none of their code is."""
 
 import json
 import subprocess
@@ -31,7 +29,7 @@ peers = study_named("peers")
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 TINY = {"prompt": [70], "answer": [8], "block": [4], "width": [64], "layers": [1], "examples": ["add:1"]}
 WITHOUT = {"paths": {"embedded": "embedded"}, "official": {"code": None, "python": None}}
-# What a checkout of Fast-dLLM has, as far as it is called: it answers with the block's length, or fails.
+# The parts of a checkout of Fast-dLLM that are called: it answers with the block's length, or fails.
 FAST = dedent(
     """
     import torch
@@ -97,7 +95,7 @@ def test_every_match_is_measured_under_the_rules_of_its_official_code():
             settings_of(**{axis: [bad]})
 
 
-def test_what_agrees_is_ok_and_official_code_that_is_not_there_is_refused():
+def test_equal_answers_are_ok_and_missing_official_code_is_refused():
     (point,) = settings_of(match=["none"], model=["random"])
     official, ours, theirs = matches.measure(point, **WITHOUT)
     assert official["status"] == "refused" and "docs/peers.md" in official["why"]
@@ -112,7 +110,7 @@ def test_tasks_have_right_answers_and_whole_ones():
     (point,) = settings_of(match=["none"], model=["embedded"], rule=["one"], block=[8])
     _, ours, theirs = matches.measure(point, **WITHOUT)
     assert ours["task"] == "add" and ours["correct"] == theirs["correct"] == ours["examples"] == 1
-    # Also what comes behind the end: nobody stops there.
+    # Also tokens behind the end: no peer stops there.
     assert theirs["same_answers"] == 1 and theirs["nfe"] == 8
 
 
@@ -120,7 +118,7 @@ def peer(name: str, tokens: list[int], **about: Any) -> matches.Peer:
     return matches.Peer(name, lambda prompt: matches.Answer(tokens, 2.0, 3), about)
 
 
-def test_another_token_fails_where_peers_have_to_agree_and_a_peer_that_breaks_ends_alone():
+def test_another_token_fails_peers_that_have_to_agree_and_a_broken_peer_ends_alone():
     asked: list[int] = []
 
     def breaks(prompt: list[int]) -> matches.Answer:
@@ -189,7 +187,7 @@ def test_polestar_commits_one_token_by_a_threshold_that_only_the_best_passes(
     assert seen == {"steps": 8, "gen_length": 8, "block_length": 4, "mask_id": 8191}
 
 
-def test_a_commit_is_that_of_the_checkout_or_the_one_that_is_told(code: Path, tmp_path: Path):
+def test_a_commit_is_that_of_the_checkout_or_of_its_file(code: Path, tmp_path: Path):
     assert commit_of(code / "fastdllm") == "2a2de8c" and commit_of(code) is None
 
     def git(*arguments: str) -> str:
@@ -205,7 +203,7 @@ def test_a_commit_is_that_of_the_checkout_or_the_one_that_is_told(code: Path, tm
     assert commit_of(code / "fastdllm") == f"{commit}-dirty"
 
 
-def test_where_the_code_is_stands_in_no_row_and_no_command(code: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_path_of_the_code_stands_in_no_row_and_no_command(code: Path, monkeypatch: pytest.MonkeyPatch):
     given = ["--official", str(code), f"--official-python={sys.executable}"]
     args = measure.parser_of(peers).parse_args(given)
     points, local = measure.plan(peers, args)
@@ -220,7 +218,7 @@ def test_where_the_code_is_stands_in_no_row_and_no_command(code: Path, monkeypat
             located(*flags)
 
 
-def test_the_table_has_figures_right_answers_commits_and_who_is_missing(row: Callable[..., dict[str, Any]]):
+def test_the_table_has_figures_right_answers_commits_and_missing_peers(row: Callable[..., dict[str, Any]]):
     rows = [
         row("official, vanilla", commits={"llada": "b7e6c35"}, over_official=None),
         row("none", run=0, rows=99.0),

@@ -112,7 +112,7 @@ class FakeCupy:
                     fake.live -= self.size
 
         def pointer(memory: PinnedMemory, offset: int) -> object:
-            buffer = (ctypes.c_ubyte * (memory.size + 100))()  # numpy is to be told the count
+            buffer = (ctypes.c_ubyte * (memory.size + 100))()  # numpy needs the count
             buffer.memory = memory  # pyright: ignore[reportAttributeAccessIssue]
             assert offset == 0
             return buffer
@@ -162,7 +162,7 @@ def test_auto_prefers_cupy(cudart: FakeCudart, cupy: FakeCupy):
     assert pick_pinner(CPU).name == "pageable"
 
 
-def test_auto_where_cupy_cannot_be_imported(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
+def test_auto_if_cupy_cannot_be_imported(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pinning, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert pick_pinner(CUDA).name == "registered"
@@ -220,7 +220,7 @@ def test_a_view_keeps_registered_memory_mapped(cudart: FakeCudart):
     assert (view == 3).all()
 
 
-def test_a_chunk_that_nobody_holds_is_unregistered(cudart: FakeCudart):
+def test_an_unreferenced_chunk_is_unregistered(cudart: FakeCudart):
     chunk = PINNERS["registered"](CUDA).allocate(PAGE)
     view = chunk.bytes  # the mapping outlives the chunk, the registration does not
     del chunk
@@ -279,7 +279,7 @@ def refuse_memory(cudart: FakeCudart, cupy: FakeCupy, monkeypatch: pytest.Monkey
         ("pageable", refuse_memory, "out of memory"),
     ],
 )
-def test_a_refusal_says_what_there_is_and_what_to_change(
+def test_a_refusal_names_the_limits_and_a_remedy(
     name: str,
     refuse: Callable[..., None],
     reason: str,
@@ -324,7 +324,7 @@ def test_a_refused_chunk_leaves_the_earlier_ones(cudart: FakeCudart):
 
 
 def in_a_child(check: Callable[[], bool]) -> bool:
-    """What `check` answers in a fork of this process."""
+    """Whether `check` holds in a fork of this process."""
     child = os.fork()
     if not child:
         answer = False

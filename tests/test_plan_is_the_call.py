@@ -1,4 +1,4 @@
-"""A plan is what a call takes, whatever ran before it: random models, policies, codes and budgets, calls in a row."""
+"""A plan has the bytes of its call, whatever ran before: random models, policies, codes and budgets, calls in a row."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -79,8 +79,8 @@ def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     "seed", [*range(CASES), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(CASES, 400))]
 )
 def test_a_plan_is_the_call(seed: int, checkpoints: Callable[[str], Path], tmp_path: Path):
-    """Two calls in turn, four in all: each has room exactly if its plan fits, takes what the plan says, and answers as
-    without a budget, whatever ran before it."""
+    """Two calls in turn, four in all. Each has room exactly if its plan fits, takes the planned bytes, and answers as
+    without a budget."""
     draw = random.Random(seed)
     family = draw.choice(["llada", "llada", "llada", "sdar", "nemotron"])
     path, policy = checkpoints(family), draw.choice(POLICIES[family])

@@ -1,4 +1,4 @@
-"""What Polestar's updates measure, when they happen and what they choose, against full drifts and plain counts."""
+"""Polestar's updates: their drift, their forwards and their choices, against full drifts and plain counts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from tiered.runtime import Runtime
 pytestmark = pytest.mark.usefixtures("few_slots")
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
-LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
+LAW = 1e-5  # |incremental − full|, relative if the drift is above 1
 MASK, BLOCK = 511, 8
 MEASURE = LayerState.measure
 
@@ -55,12 +55,9 @@ def generate(
 
 @dataclass
 class Oracle:
-    """Around `LayerState.measure`: compares every drift with one made from all that is stored, now and at the
-    sequence's last refresh or update, once the layer's keys and values were written.
-
-    A centroid that moves later in that pass has a new query, but over the same keys. If moves count as drift it has
-    moved already.
-    """
+    """Around `LayerState.measure`, once the layer's keys and values were written. It compares every drift with one of
+    all that is stored, now and at the sequence's last refresh or update. A centroid that moves later in that pass has a
+    new query, but over the same keys. If moves count as drift it has moved already."""
 
     last: dict[int, list[Tensor]] = field(default_factory=dict)  # keys and values, by layer
     drifts: list[float] = field(default_factory=list)
@@ -200,7 +197,7 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
 
 @pytest.mark.parametrize("drift", ["weights", "output"])
 def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, drift: str):
-    """Whatever they differ by is rounding."""
+    """Only rounding makes them differ."""
     measured, generator = DriftReference.measured, torch.Generator().manual_seed(0)
 
     def still(
@@ -233,7 +230,7 @@ def beginnings(out: GenerationOutput) -> set[int]:
 
 
 def predicted(out: GenerationOutput, threshold: int, cumulative: int, by_drift: int) -> dict[int, list[bool]]:
-    """Forwards that update, and which sequences in them: counted from what was committed when."""
+    """Forwards that update, and their sequences, counted from the commits of each forward."""
     assert out.history is not None
     committed, batch, block = commits(out), len(out.sequences), -1
     since, found = [0] * batch, dict[int, list[bool]]()
@@ -291,7 +288,7 @@ def test_updates_happen_when_enough_was_committed(
     assert (len(expected) > 1) == (threshold < 9 or bool(options))
     for number, plan in enumerate(plans):
         assert (plan.kind is StepKind.UPDATE) == (number in expected)
-        if plan.kind is StepKind.STEP:  # what any cache's step is
+        if plan.kind is StepKind.STEP:  # a step as in any cache
             assert plan.program is None and out.rows_per_step[number] == BLOCK
     assert len(plans) == out.num_forwards and out.steps_by_kind.get("update", 0) == len(expected)
 
@@ -308,7 +305,8 @@ def test_sequences_that_are_not_due_take_a_plain_step(runtime: Runtime):
 
 @pytest.mark.parametrize("refresh", ["full", "drift"])
 def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, refresh: str):
-    """After an update records hold what last went into the layer, and the query of a centroid is that of its mean."""
+    """After an update records hold the last input rows of the layer, and the query of a centroid is that of its
+    mean."""
     rows_in, errors = dict[int, Tensor](), list[float]()
     cluster_rows, lead = Refresh.__call__, update.Update._lead
 

@@ -105,7 +105,7 @@ def same(first: GenerationOutput, second: GenerationOutput) -> bool:
     )
 
 
-# --- what is fetched
+# --- fetches
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_two_calls_in_turn_are_two_first_calls(model: Any, few_slots: None, refr
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What forwards were asked to read."""
+    """Tokens that each forward reads."""
     read, logits = [], Forward.logits
 
     def noted(self: Forward, pass_: Pass) -> Tensor:
@@ -210,7 +210,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     [(Tier.HOST, {"host": 2000}), (Tier.HOST, {"host": 0}), (Tier.DEVICE, {"device": None})],
     ids=["host", "no host", "device"],
 )
-def test_a_budget_too_small_is_told_before_any_pass(model: Any, passes: list[Tensor], tier: Tier, caps: dict[str, Any]):
+def test_a_small_budget_is_refused_before_any_pass(model: Any, passes: list[Tensor], tier: Tier, caps: dict[str, Any]):
     if tier is Tier.DEVICE:  # the least that the same call takes without clusters
         with pytest.raises(TierCapacityError) as caught:
             run(model, top_m=0, memory=MemoryBudget(device=1))

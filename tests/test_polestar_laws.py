@@ -56,7 +56,7 @@ class Stores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputed(Policy):
-    """Every row at every step, of which a commit rule that measures drift is not told."""
+    """Every row at every step. No step is called a refresh, so a commit rule goes on measuring drift."""
 
     name: ClassVar[str] = "recomputed"
 
@@ -152,8 +152,8 @@ RAGGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("policy", RAGGED)
 def test_a_batch_is_its_sequences(runtime: Runtime, policy: str, monkeypatch: pytest.MonkeyPatch):
-    """Of different lengths and numbers of clusters (a prompt of 1 has fewer), updating and ending at different steps,
-    and leaving at different blocks."""
+    """Sequences have different lengths and numbers of clusters (a prompt of 1 has fewer). They update and end at
+    different steps, and leave at different blocks."""
     lengths, options = (1, 17, 9, 12), {"confidence_threshold": 0.3, **RAGGED[policy]}
     answers = generate(runtime, "polestar", lengths, **options).sequences[:, max(lengths) :]
     # The end token: one that sequences first commit in as many different blocks as possible.
@@ -180,14 +180,14 @@ def test_a_batch_is_its_sequences(runtime: Runtime, policy: str, monkeypatch: py
         assert torch.equal(out.sequences[row, -24:], one.sequences[0, -24:])
     for length in lengths:
         for found, expected in zip(stores.left[length], alone_stores.left[length], strict=True):
-            # Some 40 float32 roundings: a row is off by 2⁻¹⁸ of itself, and by 2⁻⁸ where something else was chosen.
+            # Some 40 float32 roundings: a row is off by 2⁻¹⁸ of itself, and by 2⁻⁸ if something else was chosen.
             assert ((found - expected).norm(dim=-1) <= 2**-16 * expected.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("policy", ["raw", "guided"])
 def test_rounding_chooses_nothing(runtime: Runtime, policy: str, monkeypatch: pytest.MonkeyPatch):
-    """Every product off by what another machine, or another batch, would round otherwise. With guidance all rows of the
-    second canvas are equal but for that."""
+    """Every product is off as another machine, or another batch, would round it. With guidance, rows of the second
+    canvas differ by this alone."""
     generator, exact = torch.Generator(), base.project
 
     def rounded(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Options of Polestar: what each may be, what a bad one is answered, and what the mechanism is told."""
+"""Options of Polestar: allowed values, errors of bad ones, and the options of the mechanism."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +57,7 @@ def test_the_least_that_is_allowed(options: dict[str, Any]):
     assert {name: getattr(policy, name) for name in options} == options
 
 
-def test_what_follows_from_options():
+def test_blocks_appended_between_two_refreshes():
     assert Polestar(refresh="drift", refresh_blocks=4).appended_blocks == 3
     assert Polestar().appended_blocks == 0
 
@@ -85,7 +85,7 @@ def test_how_many_clusters_an_update_chooses(asked: Any, clusters: int, chosen: 
     assert found[:3] == [clusters - 3, clusters - 1, clusters - 2][:chosen]
 
 
-def test_what_the_device_keeps_for_every_row():
+def test_features_that_the_device_keeps_for_every_row():
     shape = ModelShape.__new__(ModelShape)  # only the number of layers is asked for
     object.__setattr__(shape, "layers", 6)
     assert PolestarWindow().features(shape) == {Feature.KEY: 6, Feature.VALUE: 6}

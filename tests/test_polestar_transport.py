@@ -1,5 +1,4 @@
-"""Law 2 for Polestar: where the hidden states lie, and how and when they travel, changes no bit of what updates leave
-in the caches."""
+"""Law 2 for Polestar: the tier of the hidden states, and the way and time of copies, change no bit of the caches."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +31,7 @@ LENGTHS = (17, 9)
 
 @dataclass
 class Left:
-    """What a call leaves."""
+    """The output and the caches of a call."""
 
     out: GenerationOutput
     stores: Tensor

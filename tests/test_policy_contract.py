@@ -1,5 +1,5 @@
-"""The policy contract holds for policies that the library does not have yet: scattered and ragged rows, rows that
-differ from layer to layer, delayed caching, and rows recomputed from stored hidden states."""
+"""The policy contract holds for policies that the library does not have yet. Rows are scattered, ragged or different
+from layer to layer, caching is delayed, and rows are recomputed from stored hidden states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -108,8 +108,8 @@ def test_logits_of_pending_rows_alone(history: Callable):
     assert history(Custom(rule=pending_first)) == history(make_policy("none"))
 
 
-def test_what_no_row_predicts_is_not_committed(runtime: Runtime):
-    # Two pending columns a step, the last first, whatever the others would say: their rows have no logits.
+def test_a_token_without_a_predicting_row_is_not_committed(runtime: Runtime):
+    # Two pending columns a step, the last first: rows of the others have no logits.
     seen: list[list[int]] = []
 
     def backwards(step: Step) -> Pass:
@@ -151,7 +151,7 @@ def test_forwards_count_by_sequence(runtime: Runtime):
         assert torch.equal(dates[number], of_one[0])
 
 
-def test_what_random_remasking_will_commit_is_known_before(runtime: Runtime):
+def test_commits_of_random_remasking_are_known_before(runtime: Runtime):
     next_commits: list[torch.Tensor | None] = []
     pending: list[torch.Tensor] = []
 
@@ -189,7 +189,7 @@ def test_guidance_that_is_computed_at_times(runtime: Runtime):
         return out.sequences.tolist(), sequences[:: runtime.model.shape.layers]
 
     always, _ = answer(lambda step: None)
-    # Every forward by name is the same but for the order of the sums.
+    # Every forward by name is the same except for the order of the sums.
     assert answer(lambda step: (True,) * 3) == (always, [6] * len(answer(lambda step: None)[1]))
     seldom, sequences = answer(lambda step: (step.number == 0,) * 3)
     assert seldom != always and set(sequences) == {3, 6}
@@ -198,7 +198,7 @@ def test_guidance_that_is_computed_at_times(runtime: Runtime):
     assert [mixed[0], mixed[1], mixed[2]] == [always[0], seldom[1], always[2]] and set(sequences) == {6}
 
 
-def test_a_policy_sees_what_was_committed_when(history: Callable):
+def test_a_policy_sees_the_forward_of_every_commit(history: Callable):
     # Delayed caching needs to know which tokens are new; recomputing all that are not of the prompt, and the prompt
     # as well, is a full refresh.
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""The study `policy_cost`: which passes it times, and what it makes of the times."""
+"""The study `policy_cost`: its timed passes, and the figures of their times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,8 @@ SETTINGS = COMMON | {"model": "random", "width": 64, "layers": 3, "positions": 6
 
 
 @pytest.mark.parametrize("policy", study.AXES["policy"])
-def test_what_is_timed_is_the_policy_itself(policy: str):
-    """Kinds and rows of the passes are those of a call that nobody watches."""
+def test_timed_passes_are_those_of_the_policy(policy: str):
+    """Kinds and rows of the passes are those of a call that is not timed."""
     runtime, prompt, variant = loaded(SETTINGS, {}, 64), prompts(SETTINGS, 40), variant_named(policy)
     call = variant.call(answer=24, block=8)
     plain = runtime.with_policy(variant.make()).generate(prompt, stop_at_eos=False, **call)
@@ -52,7 +52,7 @@ def test_figures_of_a_kind_of_a_run_and_of_selection():
     assert run["run_over_none"] == pytest.approx(26 / 40) and run["rows_over_none"] == 0.5
 
 
-def test_a_point_says_what_an_update_and_a_whole_run_cost():
+def test_a_point_has_the_cost_of_an_update_and_of_a_whole_run():
     (row,) = cost.measure(SETTINGS | {"policy": "polestar"}, paths={})
     assert not row.keys() & (SETTINGS.keys() | {"policy"})
     assert row["forwards"] == 24 == sum(row[f"{kind}_forwards"] for kind in ("refresh", "update", "step"))

@@ -110,7 +110,7 @@ def test_a_config_is_found_wherever_it_is(tmp_path: Path, hub_cache: Path):
     assert read_config("embedded")["model_type"] == "llada"
 
 
-def test_what_lies_here_comes_before_a_preset(tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_local_folder_comes_before_a_preset(tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llada-8b").mkdir()
     (tmp_path / "llada-8b" / "config.json").write_text('{"n_layers": 1}')

@@ -1,4 +1,4 @@
-"""Multiplying rows by a weight answers the same whichever way round it goes."""
+"""The product of rows and a weight is the same whichever of them is the left factor."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: a weight comes as the values that its writer means, or is refused by name."""
+"""Checkpoints that are quantised already: a weight has the values that its writer means, or is refused by name."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -137,7 +137,7 @@ def test_a_model_answers_as_with_these_values(written: Callable[..., dict[str, T
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int8 by tensor", "intx", "int4", "nvfp4"])
-def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], kind: str, tmp_path: Path):
+def test_files_of_torchao_are_read(written: Callable[..., dict[str, Tensor]], kind: str, tmp_path: Path):
     """By its own quantisation, its own writer, and its own values."""
     ao = pytest.importorskip("torchao.quantization")
     mx = pytest.importorskip("torchao.prototype.mx_formats")
@@ -174,7 +174,7 @@ def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], 
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16", "NVFP4A16", "NVFP4"])
-def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str, Tensor]], preset: str, tmp_path: Path):
+def test_files_of_compressed_tensors_are_read(written: Callable[..., dict[str, Tensor]], preset: str, tmp_path: Path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     ct = pytest.importorskip("compressed_tensors.quantization")
     utils = pytest.importorskip("compressed_tensors.quantization.utils")
@@ -213,7 +213,7 @@ def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str,
 Q = QUANTISED[0].removesuffix(".weight")
 FP8, AO_CODES = compressed(8, "float", "channel"), f"{Q}._weight_qdata"
 OPT_SCALES = ("weight_scale", "weight_scale_2")
-# What is written: a configuration, a layout, changes of tensors and of metadata.
+# Written checkpoints: a configuration, a layout, changes of tensors and of metadata.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another method": (
         {"quantization": {"quant_method": "gptq"}},
@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_code_can_hold_is_refused(written: Callable[..., dict[str, Tensor]], case: str, tmp_path: Path):
+def test_weights_that_no_code_holds_are_refused(written: Callable[..., dict[str, Tensor]], case: str, tmp_path: Path):
     """By name, before any weight is read."""
     asked, message = REFUSED[case]
     layout = asked.get("layout", by_channel)
@@ -347,7 +347,7 @@ def test_what_no_code_can_hold_is_refused(written: Callable[..., dict[str, Tenso
         (ao_int4, AO_CODES, lambda codes: codes + 8, ValueError, "qdata has codes out of the range of int4"),
     ],
 )
-def test_what_no_code_can_mean_is_found_on_the_way(
+def test_values_outside_a_code_are_found_when_they_are_read(
     written: Callable[..., dict[str, Tensor]],
     layout: Callable[[Tensor], Parts],
     name: str,

@@ -121,7 +121,7 @@ def test_two_runtimes_on_one_folder(load: Load, tmp_path: Path):
 
 @pytest.mark.parametrize("load", POLICIES, indirect=True)
 @pytest.mark.parametrize("weights", [False, True], ids=["features", "weights"])
-def test_a_runtime_that_is_dropped_without_close_goes_in_silence(
+def test_a_runtime_that_is_dropped_without_close_raises_nothing(
     load: Load, weights: bool, monkeypatch: pytest.MonkeyPatch
 ):
     errors: list[str] = []

@@ -1,5 +1,5 @@
-"""Workers by Ray: answers are those of single calls, in order, and a row without an answer has its error; on a local
-cluster, where Ray is installed, also while a worker dies; and the server as a deployment."""
+"""Workers by Ray: answers are those of single calls, in order, and a row without an answer has its error. If Ray is
+installed, they run on a local cluster, also while a worker dies, and the server runs as a deployment."""
 
 import os
 import re

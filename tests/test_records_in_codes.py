@@ -54,7 +54,7 @@ class Case:
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Where the scales of groups of an nvfp4 row begin, and where they end."""
+        """Begin and end of the scales of groups in an nvfp4 row."""
         groups = -(-self.width // 16)
         return 8 * groups, 9 * groups
 
@@ -97,7 +97,7 @@ REFERENCE, TRITON = ("_ref", "cpu"), ("", "cuda" if CUDA else "cpu")
 
 @pytest.fixture(params=["reference", "triton"])
 def codec(request: pytest.FixtureRequest) -> Codec:
-    """Both implementations; Triton's on the GPU where there is one, else interpreted."""
+    """Both implementations; Triton's on the GPU if there is one, else interpreted."""
     return Codec(*(REFERENCE if request.param == "reference" else TRITON))
 
 

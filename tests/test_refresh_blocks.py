@@ -1,4 +1,4 @@
-"""Fast-dLLM's caches where blocks begin without a refresh: which rows they begin with, in every family and batch."""
+"""Fast-dLLM's caches if blocks begin without a refresh: the rows that begin a block, in every family and batch."""
 
 from typing import Any
 

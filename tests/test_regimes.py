@@ -1,4 +1,4 @@
-"""bench/measure.py regimes: which points the star has, what one call says, and who the tables say wins."""
+"""bench/measure.py regimes: the points of the star, the row of one call, and the winners in the tables."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def call(policy: str, **settings: Any) -> dict[str, Any]:
     return row
 
 
-def test_every_axis_is_measured_beside_every_context_and_only_what_moves_bytes_beside_links():
+def test_every_axis_is_measured_beside_every_context_and_links_with_policies_that_move_bytes():
     points = list(regimes.points(regimes.AXES))
     arms: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     for point in points:
@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_schedule_and_steps_stand_for_a_threshold():
     assert call("elastic_cache", block=64)["forwards"] == 8
 
 
-def test_what_has_no_room_is_streamed_and_a_slow_link_shows():
+def test_layers_without_room_are_streamed_and_a_slow_link_shows():
     free, half = call("fast_dllm_dual"), call("fast_dllm_dual", budget=0.5)
     assert call("fast_dllm_dual", budget=1)["moved_bytes"] == free["moved_bytes"] == 0
     assert half["rows_computed"] == free["rows_computed"]
@@ -81,10 +81,10 @@ def test_tables_name_winners_and_borders_and_noise_decides_nothing():
     tables = regimes.tables(rows)
     lines = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in tables["regimes"].splitlines()}
     assert tables["regimes"].startswith("`none` twice, 2 times: apart by 5.0% at the 80th percentile, by 5.0% at most.")
-    # Both are the fastest where noise may have told them apart; rows and bytes are exact.
+    # Both are the fastest, because noise may explain their difference; rows and bytes are exact.
     assert lines["512 blocks=4"][1:5] == ["fast_dllm_dual, none", "polestar", "none", "1.02"]
     assert lines["2048 blocks=4"][1:5] == ["polestar", "fast_dllm_dual", "none", "2.00"]
-    # What moves nothing takes part beside a link; what was refused says so.
+    # A policy that moves nothing takes part beside a link; a refused one is shown as refused.
     assert lines["2048 blocks=4 link=10"][1] == "fast_dllm_dual" and "4.50" in lines["2048 blocks=4 link=10"]
     assert "refused" in lines["2048 blocks=4 budget=0.5"]
     border = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in tables["border"].splitlines()}

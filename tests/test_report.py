@@ -1,4 +1,4 @@
-"""bench/report.py: rows in, pictures, gaps and what has no figures out; and its page in a browser."""
+"""bench/report.py: pictures of rows, gaps of missing ones, and its page in a browser."""
 
 import importlib
 import json
@@ -86,14 +86,14 @@ def test_a_picture_has_the_marks_the_fields_and_the_figures_of_its_rows(
     assert drawn(name, theme.NARROW)[1] == data
 
 
-def test_the_winner_is_the_simplest_of_those_that_are_alike_and_a_link_slows_only_what_moves():
+def test_of_like_policies_the_simplest_wins_and_a_link_slows_only_policies_that_move_bytes():
     cells = regimes.winners(rows_of("regimes"), "seconds")
     found = {(cell["context"], cell["blocks"], cell["link"]): (cell["policy"], cell["told"]) for cell in cells}
     assert found == {
         (256, 1, None): ("none", "2.0×"),  # noqa: RUF001
         (1024, 1, None): ("fast_dllm_dual", "1.5×"),  # noqa: RUF001
         (4096, 1, None): (None, "refused"),
-        # Half a per cent apart, where `none` measured twice differs by up to two.
+        # Half a per cent apart; `none` measured twice differs by up to two.
         **{(context, 2, None): ("none", "≈") for context in (256, 1024)},
         # `polestar` moves, the others are as they were.
         (256, 1, 10): ("none", "1.5×"),  # noqa: RUF001
@@ -107,7 +107,7 @@ def test_the_winner_is_the_simplest_of_those_that_are_alike_and_a_link_slows_onl
     assert told.startswith("The fastest policy is `none` in 4 of 6 calls; `fast_dllm_dual` in 1, from 1024 tokens on")
 
 
-def test_the_frontier_is_of_the_right_ones_whose_bytes_a_ledger_has_booked():
+def test_the_frontier_is_of_right_policies_whose_bytes_a_ledger_has_booked():
     found = {row["policy"]: row for row in pareto.table(rows_of("compare"))}
     assert {name for name, row in found.items() if row["frontier"]} == {"none", "polestar"}
     assert {name for name, row in found.items() if row["right"]} == {"none", "polestar", "transformers, cache"}
@@ -119,7 +119,7 @@ def test_the_frontier_is_of_the_right_ones_whose_bytes_a_ledger_has_booked():
     assert "≥ transformers, cache" in {row["name"] for row in labels}
 
 
-def test_what_is_near_is_compared_by_its_cheapest_setting():
+def test_near_policies_are_compared_by_their_cheapest_settings():
     rows = rows_of("frontier")
     last = frontier.last_line(rows)
     ratios = {"polestar_over_next_rows": 0.4, "polestar_over_next_time": 0.5, "polestar_below_none_points": 1.0}
@@ -141,7 +141,7 @@ def test_what_is_near_is_compared_by_its_cheapest_setting():
     )
 
 
-def test_what_was_refused_or_failed_is_a_cell_and_a_row_with_its_reason():
+def test_refused_and_failed_points_are_cells_and_rows_with_reasons():
     raw = rows_of("sweep")
     cells = [row for row in drawn("accuracy")[1] if not row["shade"]]
     assert sorted(row["told"] for row in cells) == ["failed", "refused"]
@@ -151,7 +151,7 @@ def test_what_was_refused_or_failed_is_a_cell_and_a_row_with_its_reason():
     assert timeline.says(timeline.table(rows_of("memory"))).endswith("ledger and allocators agree in 1 of 2 checks")
 
 
-def test_a_policy_has_one_colour_everywhere_and_what_is_written_on_it_can_be_read():
+def test_a_policy_has_one_colour_everywhere_and_text_on_it_can_be_read():
     assert len(set(theme.LIGHT.values())) == len(theme.VARIABLES), "two names share a light colour"
     alone, among = theme.policy_colours(["polestar"]), theme.policy_colours(["none", "polestar", "none, again", "peer"])
     assert alone["polestar"] == among["polestar"] and among["none"] == among["none, again"] != among["peer"]
@@ -207,12 +207,12 @@ def test_the_page_has_every_picture_with_words_a_table_and_the_command(whole: Si
         assert len(re.findall(r'<svg role="img" aria-label="[^"]{20,}"', sections[name])) == 2, name
         assert sections[name].count("<tbody>") >= 1 and "<figcaption" not in sections[name]
         assert all(f"<code>python bench/measure.py {study}</code>" in sections[name] for study in each.studies)
-    # What rows hold is text, and means nothing in HTML or Markdown.
+    # Values of rows are text, and mean nothing in HTML or Markdown.
     assert "polestar &amp; &lt;co&gt;" in whole.page and "<co>" not in whole.page and "<b>4" not in whole.page
     assert "weights take 7 MiB \\| the budget is \\<b>4" in whole.text
     assert "refused</td>" in sections["accuracy"] and "died" in sections["accuracy"]
     assert "test processor" in sections["made"]
-    # Colours are variables, and what has an id has it once.
+    # Colours are variables, and each id occurs once.
     assert not set(re.findall(r'"#[0-9a-f]{6}"', "".join(sections.values()))) & set(
         map('"{}"'.format, theme.LIGHT.values())
     )
@@ -227,9 +227,7 @@ def test_the_main_pictures_have_files_for_other_pages(whole: SimpleNamespace):
     assert "var(--" not in (whole.out / "pareto.svg").read_text()
 
 
-def test_what_is_missing_or_cannot_be_used_is_a_gap_that_the_page_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_page_names_missing_and_unusable_tables_as_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "rows.parquet").write_bytes(b"no table")
     made.write(tmp_path, "ops", [each | {"status": "refused", "why": made.REFUSED} for each in made.ops()])

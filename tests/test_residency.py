@@ -1,4 +1,4 @@
-"""Records in residency: what is used, what sets out ahead, what goes through to homes, and what fails."""
+"""Records in residency: use, copies ahead, writes through to homes, and failures."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_the_experts_that_a_router_picks_come_at_once_and_guesses_before_them(ti
     assert tiers.ended().layers.keys() == {0, 1} and tiers.stats().ways[Lane.FETCH].failed == 0
 
 
-def test_ahead_takes_no_slot_of_what_is_in_use(tiers: Tiers, residency: Residency):
+def test_copies_ahead_take_no_slot_in_use(tiers: Tiers, residency: Residency):
     views = residency.use([Wanted((0, 0)), Wanted((0, 1)), Wanted((0, 2))], [Wanted((1, 0))])
     before = [view.clone() for view in views]
     tiers.synchronize()
@@ -124,7 +124,7 @@ class Halves:
         return [Segment((1 - part) * half, part * half, half) for part in range(2) if parts[part]]
 
 
-def test_what_is_written_goes_through_and_nothing_else_is_moved(tiers: Tiers, residency: Residency):
+def test_written_pieces_go_through_and_nothing_else_is_moved(tiers: Tiers, residency: Residency):
     first, second = np.array([True, False]), np.array([False, True])
     home = tiers.host_home(Account.WEIGHTS, NBYTES, ROOM)
     residency.place("more", home, layout=Halves(), filled=False)
@@ -148,7 +148,7 @@ def test_what_is_written_goes_through_and_nothing_else_is_moved(tiers: Tiers, re
     assert (home.memory == 8).all()
 
 
-def test_a_copy_up_that_fails_is_told_and_the_next_one_comes(residency: Residency):
+def test_a_failed_copy_up_is_an_error_and_the_next_one_comes(residency: Residency):
     faults.add(Lane.FETCH)
     with pytest.raises(TransferError, match="bus is down"):
         used(residency, (0, 0))
@@ -200,7 +200,7 @@ def test_records_in_files_come_by_way_of_host_memory(tiers: Tiers, residency: Re
     assert torch.equal(into, bytes_of("more"))
 
 
-def test_a_disk_that_is_full_or_fails_leaves_the_record_where_it_was(tiers: Tiers, residency: Residency):
+def test_a_disk_that_is_full_or_fails_leaves_the_record_in_place(tiers: Tiers, residency: Residency):
     faults.add(Lane.SAVE)
     with pytest.raises(TransferError, match="bus is down"):
         tiers.to_scratch(residency.home((0, 0)), Account.WEIGHTS, ROOM)

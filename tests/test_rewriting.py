@@ -78,7 +78,7 @@ def begun(rule: Adaptive | Ancestral, steps: int, tokens: Tensor) -> RewritingSt
 
 @pytest.mark.parametrize("noise", [UNIFORM, MIXED, MASKS], ids=["uniform", "mixed", "masks"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_adaptive_takes_what_the_model_would_change_most(noise: Noise, count: int):
+def test_adaptive_takes_tokens_that_the_model_would_change_most(noise: Noise, count: int):
     tokens = torch.tensor([[4, 3, 0, 3, 9, 1, 3, 7], [3, 3, 5, 6, 7, 8, 9, 10]])
     block = open_block(tokens, noise)
     chances = block.whole.double().softmax(-1)
@@ -235,7 +235,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "policy", "options", "message"), REFUSED)
-def test_what_does_not_go_together(
+def test_options_at_odds_are_refused(
     request: pytest.FixtureRequest, model: str, policy: str, options: dict[str, Any], message: str
 ):
     runtime: Runtime = request.getfixturevalue(model)
@@ -270,7 +270,7 @@ def test_a_noise_mask_is_of_families_that_have_one(llada: Runtime):
 def test_answers_do_not_end_too_early(request: pytest.FixtureRequest, model: str):
     runtime: Runtime = request.getfixturevalue(model)
     first = runtime.generate(prompt(), **SIZES, seed=0).sequences[0, 20]
-    # Whatever the model would say first is the end of sequence now.
+    # The model's first token is the end of sequence now.
     previous, runtime.model.eos_token_id = runtime.model.eos_token_id, int(first)
     try:
         out = runtime.generate(prompt(), min_new_tokens=11, **SIZES, seed=0)
@@ -313,7 +313,7 @@ def test_correction_goes_on_until_nothing_changes(uniform: Runtime):
 
 
 def test_a_correction_costs_what_a_step_of_the_policy_costs(uniform: Runtime):
-    # Caches serve the second go too: but for each block's first forward, the block's rows alone.
+    # Caches serve the correction too: a forward that begins no block has the block's rows alone.
     options = {"block_steps": 4, "tokens_per_step": 2, "seed": 1, **SIZES}
     dual = uniform.with_policy("fast_dllm_dual")
     plain, out = dual.generate(prompt(), **options), dual.generate(prompt(), correction_steps=3, **options)
@@ -352,7 +352,7 @@ def test_corrected_sequences_may_have_ended_early(uniform: Runtime):
         uniform.model.eos_token_id = previous
 
 
-# But for those that must know what a step commits: no rule that rewrites does.
+# All but policies that must know the commits of a step, which no rule that rewrites does.
 # `none` keeps one layer at a time: it has no cache to compare.
 FOR_REWRITING = sorted(
     name for name in policies_for("canvas") if name not in ("auto", "none") and not POLICIES[name]().needs_order()
@@ -360,7 +360,7 @@ FOR_REWRITING = sorted(
 
 
 @pytest.mark.parametrize("policy", FOR_REWRITING)
-def test_what_is_final_is_exact_under_every_policy(uniform: Runtime, policy: str):
+def test_final_rows_are_exact_under_every_policy(uniform: Runtime, policy: str):
     # The noise mask keeps final rows from seeing others, and every block begins with them recomputed.
     ids, mask = prompt(rows=2), torch.ones(2, 20, dtype=torch.long)
     mask[0, :6] = 0
@@ -393,7 +393,7 @@ class _Watched(PolicyState):
         self._seen.append(committed.clone())
 
 
-def test_policies_hear_of_changed_tokens_alone(uniform: Runtime):
+def test_policies_get_changed_tokens_alone(uniform: Runtime):
     # Polestar's trigger counts them.
     seen: list[Tensor] = []
 
@@ -408,4 +408,4 @@ def test_policies_hear_of_changed_tokens_alone(uniform: Runtime):
     counted = sum(int(changed.sum()) for changed in seen)
     states = torch.stack(out.history)[:, 0]
     assert counted == int((states[1:] != states[:-1]).sum())
-    assert counted < 8 * len(seen)  # what was chosen
+    assert counted < 8 * len(seen)  # tokens that were chosen

@@ -66,7 +66,7 @@ class RingMachine(RuleBasedStateMachine):
         assert slot.index == self.free.pop(0)
         assert slot.bytes.numel() == SLOT_BYTES
         assert slot.bytes.storage_offset() == slot.index * SLOT_BYTES
-        # Whoever writes it next waits for all that is unfinished, well or badly; whoever reads it waits for no one yet.
+        # The next writer waits for all that is unfinished, well or badly; a reader waits for nothing yet.
         before = slot.fence.before_write()
         assert len(before) == len(self.unfinished[slot.index])
         assert slot.fence.before_read() == ()
@@ -79,7 +79,7 @@ class RingMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.held))
         if slot in self.writes and not (self.writes[slot].over and all(read.over for read in self.reads[slot])):
             return
-        self.end_all(slot.index)  # what its writer was told to wait for
+        self.end_all(slot.index)  # events that its writer waits for
         self.writes[slot], self.reads[slot] = Switch(), []
         slot.fence.writes(self.writes[slot])
         self.unfinished[slot.index].add(self.writes[slot])
@@ -115,7 +115,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.released)
     @rule(data=st.data())
     def release_again(self, data: st.DataObject) -> None:
-        """Also where somebody else holds the slot by now."""
+        """Also if the slot has another holder by now."""
         slot = data.draw(st.sampled_from(self.released))
         with pytest.raises(ValueError, match=f"slot {slot.index} .* released before"):
             slot.release()
@@ -158,7 +158,7 @@ def test_a_slot_rests_while_others_are_free():
 
 
 def test_a_reader_that_came_after_the_release_is_waited_for():
-    """It is a mistake to tell the fence late, but not one that corrupts as long as nobody else holds the slot."""
+    """A late reader of the fence is a mistake, but corrupts nothing until the slot has another holder."""
     ring, read = ring_of(1), Switch()
     slot = acquired(ring)
     slot.release()
@@ -199,7 +199,7 @@ def test_an_idle_life_leaves_nothing_behind():
         (2, torch.zeros(32, dtype=torch.uint8)[::2], r"shape \(16,\)"),
     ],
 )
-def test_what_makes_no_ring(slots: int, buffer: torch.Tensor, message: str):
+def test_bad_arguments_of_a_ring_are_refused(slots: int, buffer: torch.Tensor, message: str):
     with pytest.raises(ValueError, match=message):
         Ring(slots, buffer, Region.FETCH_SLOT)
 
@@ -215,7 +215,7 @@ def test_integrity_sees():
 
 
 class Ending(Switch):
-    """Ends when someone waits for it."""
+    """Ends when something waits for it."""
 
     def synchronize(self) -> None:
         self.over = True

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.kernels import rms_norm_ref
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 # Batch, rows, width.
 SHAPES = {
@@ -130,7 +130,7 @@ def test_a_branch_that_does_not_fit_is_refused(implementation: str, change: Call
     ids=["nan", "inf", "too large"],
 )
 def test_a_row_that_is_no_number_stays_one(implementation: str, entry: float, expected: float):
-    """And no other row hears of it; what float32 cannot square has an infinite norm."""
+    """No other row changes. A number whose square is infinite in float32 gives an infinite norm."""
     hidden, weight = inputs((1, 3, 16), torch.float32, device_of(implementation))
     clean = norm(implementation)(hidden, weight, EPS)
     hidden[0, 1, 4] = entry

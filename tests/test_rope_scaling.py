@@ -83,7 +83,7 @@ def shape_and_rotation(config: Mapping[str, Any]) -> tuple[int, int, Rotation]:
             512,
             64,
         ),
-        # What the config promises stays, whatever a scaling would make of fewer positions.
+        # The config's positions stay, even if a scaling would reach fewer.
         (
             {"rope_scaling": {"rope_type": "ntk", "factor": 2, "original_max_position_embeddings": 64}},
             {"rope_scaling": {"rope_type": "ntk", "factor": 2, "original_max_position_embeddings": 64}},
@@ -149,12 +149,12 @@ def test_a_base_alone_reaches_as_far_as_ntk_up_to_it(tiny_config: dict[str, Any]
     ],
     ids=str,
 )
-def test_what_no_rotation_is(asked: dict[str, Any], error: type[Exception], message: str, write_checkpoint: Any):
+def test_bad_scalings_are_named(asked: dict[str, Any], error: type[Exception], message: str, write_checkpoint: Any):
     with pytest.raises(error, match=message):
         tiered.from_pretrained(write_checkpoint(), device="cpu", **asked)
 
 
-def test_heads_of_one_speed_know_no_ntk(tiny_config: dict[str, Any]):
+def test_heads_of_one_speed_have_no_ntk(tiny_config: dict[str, Any]):
     with pytest.raises(ValueError, match="heads of 2 elements turn at one speed"):
         shape_and_rotation(stretched(tiny_config | {"d_model": 8}, rope_scaling="ntk:2"))
 
@@ -167,7 +167,7 @@ def angles(model: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 class TestCalls:
     """Past the 256 positions of the tiny model."""
 
-    def test_what_was_asked_for_is_answered_with_a_warning(self, write_checkpoint: Any):
+    def test_positions_beyond_the_trained_ones_warn_if_a_scaling_was_asked_for(self, write_checkpoint: Any):
         folder = write_checkpoint()
         with pytest.raises(ValueError, match=r"308 positions; the model was made for 256 .*rope_scaling = 'ntk:2'"):
             tiered.from_pretrained(folder, device="cpu").generate(IDS, max_new_tokens=8)
@@ -178,7 +178,7 @@ class TestCalls:
         with pytest.raises(ValueError, match="516 positions; the model was made for 512"):
             runtime.generate(IDS.repeat(1, 2)[:, :508], max_new_tokens=8)
 
-    def test_nothing_is_told_within_the_trained_positions(self, write_checkpoint: Any, recwarn: Any):
+    def test_there_is_no_warning_within_the_trained_positions(self, write_checkpoint: Any, recwarn: Any):
         tiered.from_pretrained(write_checkpoint(), device="cpu", rope_scaling="linear:2").generate(
             IDS[:, :248], max_new_tokens=8
         )

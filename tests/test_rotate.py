@@ -12,7 +12,7 @@ from tiered.kernels.rotate_ref import HeadNorms
 from tiered.models.rope import Rotary
 from tiered.models.rotation import Rotation
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 LENGTH = 50
 # Batch, tables (0: none is asked by column), heads, rows, head_dim.
@@ -155,7 +155,7 @@ def test_strides_are_honoured(implementation: str):
     assert torch.equal(rotated_by(implementation)(apart, rotary.cos, sine, columns), expected)
 
 
-def test_a_column_out_of_range_is_nobody_elses_memory():
+def test_a_column_out_of_range_changes_no_other_row():
     """The kernel reads no angles there: the row is anything, and the others are right."""
     heads, rotary = inputs("scattered", torch.float32, device_of("triton"))
     expected = rotate_ref.rotate(heads, rotary.cos, rotary.sin, rotary.columns)
@@ -173,7 +173,7 @@ def test_a_column_out_of_range_is_nobody_elses_memory():
     [(7, None, 1, 8), (LENGTH, None, 2, 8), (7, 6, 1, 8), (7, 7, 2, 8), (7, 7, 1, 10)],
     ids=["other rows", "other sequences", "other columns", "too few tables", "other heads"],
 )
-def test_what_does_not_fit_is_refused(implementation: str, rows: int, columns: int | None, tables: int, head_dim: int):
+def test_bad_arguments_are_refused(implementation: str, rows: int, columns: int | None, tables: int, head_dim: int):
     heads = torch.randn(3, 2, rows, head_dim, device=device_of(implementation))
     cos, sin = torch.ones(2, tables, 1, LENGTH, 4, device=heads.device)
     numbers = None if columns is None else torch.zeros(3, columns, dtype=torch.int64, device=heads.device)

@@ -48,8 +48,8 @@ def history(runtime: Runtime, policy: str, options: dict[str, Any], rule: dict[s
     return torch.stack(out.history)
 
 
-# What a sequence recomputes, from its own count of forwards `n`, the number `k` of the step in the block, the block's
-# columns [a, b), and `at`: by column, the forward that fixed its token (None: none has).
+# Columns that a sequence recomputes, from its own count of forwards `n`, the number `k` of the step in the block, the
+# block's columns [a, b), and `at`: by column, the forward that fixed its token, or None.
 def every(*_: Any) -> set[int]:
     return set(range(LENGTH))
 
@@ -194,7 +194,7 @@ def test_a_row_of_the_table_has_its_own_options_alone(name: str):
             make_policy(name, **{option: 1})
 
 
-def test_a_policy_says_what_is_not_at_its_default():
+def test_a_policy_prints_options_off_their_defaults():
     policy = make_policy("fast_dllm_dual", refresh_interval=4)
     assert str(policy) == "fast_dllm_dual(refresh_interval=4)"
     assert policy.options == {"refresh_interval": 4, "refresh_blocks": 1} and policy.changed == {"refresh_interval": 4}

@@ -1,4 +1,4 @@
-"""Promises of the runtime: early stop, budget, interruption, repetition, and what the output object says."""
+"""Promises of the runtime: early stop, budget, interruption, repetition, and fields of the output."""
 
 import copy
 import gc
@@ -136,7 +136,7 @@ def test_the_budget_is_hard_and_exact():
         ("polestar", 0.5),
     ],
 )
-def test_what_a_call_required_is_a_budget_for_it(policy: str, guidance: float):
+def test_the_required_bytes_of_a_call_are_a_budget_for_it(policy: str, guidance: float):
     """Of device and host, to the byte: a byte less of either is refused."""
     ids = torch.randint(0, 480, (2, 70))
     call: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6, "cfg_scale": guidance} | rule_for(policy)

@@ -1,8 +1,8 @@
 """Whole calls on a CUDA device, and the same bodies on the CPU, where they are proved.
 
-In float32 without TF32 a device adds in another order than the CPU, so bits are not the CPU's; tokens are, for prompts
-like these: they stay the same when every weight is moved by a few parts in a million. What is compared on one device
-is compared bit by bit, where all that differs is who carries which bytes, and by tokens where the shapes differ.
+In float32 without TF32 a device adds in another order than the CPU, so bits differ. Tokens do not, for prompts like
+these: they stay the same when every weight moves by a few parts in a million. On one device, bits are compared if only
+tiers and copies differ, and tokens if shapes do.
 """
 
 import gc
@@ -166,7 +166,7 @@ def left_by(runtime: Runtime) -> tuple[GenerationOutput, Tensor]:
 
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("device", "codec"), on_each_device([Codec.NVFP4_DELTA, Codec.RAW]))
-def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec):
+def test_tiers_and_delays_of_rows_change_no_bit(device: str, codec: Codec):
     model, policy = loaded("embedded", device).model, partial(variant, **OFTEN, codec=codec)
     out, resident = left_by(Runtime(model, policy=policy("device")))
     ways: dict[str, Callable[[], Transport] | None] = {
@@ -240,7 +240,7 @@ def test_uniform_noise_with_capped_attention(device: str):
 
 @contextmanager
 def reads(at: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """On a CPU, nobody waits: count the calls that would."""
+    """No call waits on a CPU: count the calls that would."""
     found: Counter[str] = Counter()
 
     def noted(original: Callable[..., object]) -> Callable[..., object]:

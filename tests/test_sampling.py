@@ -63,7 +63,7 @@ def test_the_mask_token_is_never_proposed(temperature: float):
         others = logits.clone()
         others[..., MASK] = -math.inf
         assert torch.equal(found.tokens, others.argmax(-1))
-    # It keeps its share of the probability: where the model wants a mask, no other token is certain.
+    # It keeps its share of the probability: if the model wants a mask, no other token is certain.
     assert found.confidence.max() < 1e-4
     torch.testing.assert_close(found.confidence, softmax_at(logits, found.tokens), rtol=1e-5, atol=0)
 
@@ -93,7 +93,7 @@ def test_doubt_is_exact_near_certainty(doubt: float):
     logits = torch.zeros(1, 4, vocab)
     logits[:, torch.arange(4), torch.tensor([0, 1, 500, 999])] = math.log((vocab - 1) * (1 - doubt) / doubt)
     found = proposed(logits)
-    # What the rounded logit means, in float64; behind 1 − p, a float64 near 1 has steps of 1.1e-16.
+    # The probability by the rounded logit, in float64; behind 1 − p, a float64 near 1 has steps of 1.1e-16.
     exact = (vocab - 1) / ((vocab - 1) + logits.double().amax(-1).exp())
     torch.testing.assert_close(1 - found.confidence, exact, rtol=2e-6, atol=2e-16)
     assert exact[0, 0] == pytest.approx(doubt, rel=1e-5)
@@ -150,7 +150,7 @@ def test_ranks_are_those_of_each_row_alone():
         assert torch.equal(scores[1], alone[1].confidence([7], [0], 2, 5, [True])[0])
 
 
-def test_who_waits_draws_nothing():
+def test_a_sequence_that_waits_draws_nothing():
     waited, straight = Generators(1, 2, CPU), Generators(1, 2, CPU)
     waited.confidence([10] * 2, [0, 0], 5, 8, [True, False])
     straight.confidence([10] * 2, [0, 0], 5, 8, [True, True])
@@ -168,7 +168,7 @@ def test_who_waits_draws_nothing():
     assert torch.equal(found.tokens[0], proposed(logits[:1], temperature=1.0, seed=1, times=2).tokens[0])
 
 
-def test_who_stays_keeps_its_stream():
+def test_a_sequence_that_stays_keeps_its_stream():
     kept, whole = Generators(5, 3, CPU), Generators(5, 3, CPU)
     kept.keep([0, 2])
     scores, expected = (
@@ -207,7 +207,7 @@ def test_a_seed_leaves_torchs_stream_alone():
     assert torch.equal(torch.rand(1), expected)
 
 
-# ---- what is cut, and other kinds of confidence ----
+# ---- cuts, and other kinds of confidence ----
 
 CUTS: dict[str, dict[str, Any]] = {
     "uncut": {},
@@ -223,7 +223,7 @@ CUTS: dict[str, dict[str, Any]] = {
 def cut_distribution(
     logits: list[float], *, temperature: float = 0.0, top_p: float | None = None, top_k: int | None = None
 ) -> list[float]:
-    """Probabilities of what is left by temperature, top_p and top_k, where no two logits are the same."""
+    """Probabilities that temperature, top_p and top_k leave, if no two logits are the same."""
     scaled = [logit / temperature if temperature else logit for logit in logits]
     weights = [math.exp(logit - max(scaled)) for logit in scaled]
     falling = sorted(range(len(weights)), key=lambda token: -weights[token])
@@ -249,7 +249,7 @@ def confidence_in(distribution: list[float], token: int, kind: str) -> float:
 @pytest.mark.parametrize("kind", CONFIDENCES)
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
 @pytest.mark.parametrize("cut", CUTS)
-def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: float, kind: str):
+def test_tempered_confidence_is_of_the_distribution_of_draws(cut: str, temperature: float, kind: str):
     logits = random_logits(2, 30, 40, seed=len(cut), scale=1.5)
     logits[..., MASK] = -1.0  # has a share, but is never the largest
     found = proposed(logits, temperature=temperature, confidence=kind, tempered_confidence=True, seed=3, **CUTS[cut])
@@ -261,7 +261,7 @@ def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: flo
         assert found.confidence[i, row].item() == pytest.approx(confidence_in(left, token, kind), rel=2e-5, abs=2e-6)
 
 
-def test_where_top_p_cuts_does_not_hang_on_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch):
+def test_the_cut_of_top_p_does_not_depend_on_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch):
     """CUDA adds in another order in every call."""
     logits, pending = random_logits(1, 1, 512, scale=0.1), torch.ones(1, 1, dtype=torch.bool)
     sums = logits[0, 0].sort(descending=True).values.softmax(-1).cumsum(0)
@@ -292,7 +292,7 @@ def test_other_confidence_is_the_models_own(cut: str, kind: str):
 
 
 @pytest.mark.parametrize(("cut", "left"), [("top_p", 2), ("top_k", 3)])
-def test_samples_follow_what_is_left(cut: str, left: int):
+def test_samples_follow_the_cut_distribution(cut: str, left: int):
     rows, row = 40_000, torch.tensor([0.5, 1.6, 0.0, -1.0, -9.0, 1.3, -3.0])
     expected = torch.tensor(cut_distribution(row.tolist(), temperature=0.7, **CUTS[cut])).mul(rows)
     assert (expected > 0).sum() == left
@@ -317,7 +317,7 @@ def test_samples_follow_what_is_left(cut: str, left: int):
         ({"top_k": 1, "top_p": 0.99}, {0}),
     ],
 )
-def test_what_a_cut_leaves(options: dict[str, Any], left: set[int]):
+def test_tokens_that_a_cut_leaves(options: dict[str, Any], left: set[int]):
     row = torch.tensor([0.45, 0.30, 0.10, 0.10, 1e-9, 0.05]).log()
     found = proposed(row.expand(1, 3000, -1), temperature=1.0, **options)
     assert set(found.tokens.flatten().tolist()) == left
@@ -326,7 +326,7 @@ def test_what_a_cut_leaves(options: dict[str, Any], left: set[int]):
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("height", [6.0, 30.0, 300.0])
-def test_where_the_model_wants_a_mask_the_next_best_is_left(cut: str, temperature: float, height: float):
+def test_if_the_model_wants_a_mask_the_next_best_is_proposed(cut: str, temperature: float, height: float):
     logits = random_logits(2, 6, 8, scale=1.0)
     logits[..., MASK] = height
     for kind in CONFIDENCES:
@@ -370,15 +370,15 @@ def test_a_batch_is_cut_as_each_row_alone(kind: str, temperature: float):
         ({"confidence": "entropy"}, False, False, True),
     ],
 )
-def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, needs_room: bool):
+def test_properties_of_sampling_options(options: dict[str, Any], cuts: bool, by_row: bool, needs_room: bool):
     sampling = Sampling(**options)
     assert (sampling.cuts, sampling.by_row, sampling.needs_room) == (cuts, by_row, needs_room)
 
 
-# ---- what rules draw from ----
+# ---- draws of rules ----
 
 
-def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
+def test_a_block_draws_as_each_row_alone_while_others_wait():
     together, alone = Generators(7, 2, CPU), Generators(8, 1, CPU)
     block, alone_block = together.of_block(), alone.of_block()
     first = block.uniform(6)

@@ -20,7 +20,7 @@ def scatter(implementation: str) -> Callable[..., None]:
     return scatter_rows.scatter_rows
 
 
-# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+# The reference anywhere; the Triton kernel on a GPU if there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
 SHAPES = {
     "plain": (2, 2, 50, 24, 11),
@@ -118,7 +118,7 @@ def test_values_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor]):
         scatter("triton")(target, change(values), index, valid)
 
 
-def test_a_column_out_of_range_is_nobody_elses_memory():
+def test_a_column_out_of_range_is_not_written():
     target, values, index, valid = inputs("plain", torch.float32, device_of("triton"))
     store = torch.cat([target, target, target], dim=2)
     before = store.clone()

@@ -1,4 +1,4 @@
-"""Continuous batching: whoever shares its batch, a request is answered as it would be alone; budget, turns and ends."""
+"""Continuous batching: in any batch, a request is answered as it would be alone; budget, turns and ends."""
 
 import random
 import threading
@@ -39,7 +39,7 @@ CHECKPOINTS = {
     "llada2": "llada2/llada2_tiny",
     "diffusion-gemma": "diffusion_gemma/dgemma_tiny",
 }
-# What requests may ask for, by whether the model knows masks. Steps of 8, 16 or more rows are shared; not those of 6.
+# Options of requests, by the noise of the model. Steps of 8, 16 or more rows are shared; not those of 6.
 MASKS: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_length": 16, "steps": 8},
     {"max_new_tokens": 48, "block_length": 16, "confidence_threshold": 0.3},
@@ -63,7 +63,7 @@ RANDOM: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_steps": 3},
     {"max_new_tokens": 20, "block_length": 8, "entropy_bound": 4.0, "t_max": 0.3, "t_min": 0.1, "block_steps": 4},
 ]
-# A policy is one row: a family whose requests run under it, and whether its steps are such as several share.
+# A policy is one row: a family whose requests run under it, and whether several requests share its steps.
 POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "none", {}, True),
     ("llada", "fast_dllm_dual", {}, True),
@@ -90,7 +90,7 @@ def runtime_of(family: str, policy: str, options: Mapping[str, Any]) -> Runtime:
 
 
 def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
-    """What a request asks for, at random."""
+    """Arguments of a request, at random."""
     noise, blocks = runtime.model.shape.noise, runtime.model.shape.block_causal
     uniform, of_noise = noise == "uniform", {"uniform": UNIFORM, "random": RANDOM}
     options = dict(generator.choice(of_noise.get(noise, BLOCKS if blocks else MASKS)))
@@ -144,7 +144,7 @@ def test_two_hundred_requests_are_each_answered_as_alone(
 
 
 class Heard:
-    """A streamer that keeps what it is told, and counts forwards."""
+    """A streamer that keeps its tokens and counts forwards."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -168,7 +168,7 @@ def ids_of(length: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 480, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def test_those_that_run_have_their_steps_while_a_long_prompt_has_its_first_pass():
+def test_running_requests_have_steps_while_a_long_prompt_has_its_first_pass():
     runtime = runtime_of("llada", "fast_dllm_dual", {})
     prompt = {"inputs": ids_of(180), "max_new_tokens": 32}
     short = {"inputs": ids_of(8, 1), "max_new_tokens": 64, "block_length": 32}
@@ -240,7 +240,7 @@ def test_a_request_can_leave_before_it_is_read(leaves: bool):
     assert held(runtime) == before and not scheduler.running
 
 
-def test_the_long_take_turns():
+def test_long_requests_take_turns():
     runtime = runtime_of("llada", "none", {})
     scheduler, heard = Scheduler(runtime, max_prefill_rows=64), [Heard() for _ in range(3)]
     for number, each in enumerate(heard):
@@ -318,7 +318,7 @@ def test_requests_whose_layers_are_streamed_are_answered_the_same():
     assert held(runtime) == before and runtime.ledger.report().tiers[Tier.DEVICE].peak <= cap
 
 
-def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionModel):
+def test_a_full_or_a_closed_scheduler_takes_no_request(tiny_model: DiffusionModel):
     runtime = budgeted(tiny_model, 9)
     scheduler, asked = (
         Scheduler(runtime, max_running=1, max_waiting=2),
@@ -362,7 +362,7 @@ def test_closing_cancels_a_request_that_is_just_beginning(tiny_model: DiffusionM
     assert request.state is RequestState.CANCELLED
 
 
-def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
+def test_a_failed_request_fails_no_other(tiny_model: DiffusionModel):
     tiny_model.get_parameter("wte.weight")[100] = torch.inf
     runtime = Runtime(tiny_model, policy=make_policy("fast_dllm_dual"))
     good, bad = ids_of(20) % 99, torch.full((1, 20), 100)
@@ -389,7 +389,7 @@ def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
     ("seconds", "state", "error"),
     [(None, RequestState.CANCELLED, CancelledRequest), (0.0, RequestState.LATE, RequestTimeout)],
 )
-def test_one_in_the_middle_of_its_first_pass_can_leave(
+def test_a_request_in_the_middle_of_its_first_pass_can_leave(
     seconds: float | None, state: RequestState, error: type[Exception]
 ):
     runtime = runtime_of("llada", "fast_dllm_dual", {})
@@ -406,7 +406,7 @@ def test_one_in_the_middle_of_its_first_pass_can_leave(
     assert held(runtime) == before
 
 
-def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
+def test_a_prepared_or_waiting_request_touches_no_tensor_of_the_device():
     runtime = runtime_of("llada", "fast_dllm_dual", {}).with_policy("fast_dllm_dual")
     runtime.device = torch.device("meta")  # a tensor there has no value to be read
     ids = torch.nn.functional.pad(ids_of(20), (3, 0))

@@ -1,4 +1,4 @@
-"""Records in the scratch file: what comes back, what is found damaged, how it grows, and whose it is."""
+"""Records in the scratch file: their bytes, damage, growth, and the process that owns the file."""
 
 import errno
 import os
@@ -20,18 +20,15 @@ SLOT = 4 * 4096
 
 
 def payload(nbytes: int, seed: int = 0) -> Tensor:
-    """Random bytes."""
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def out(nbytes: int) -> Tensor:
-    """Where a record is read to."""
     return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[ScratchFile]:
-    """A scratch file."""
     file = ScratchFile(tmp_path, SLOT)
     yield file
     file.close()
@@ -55,7 +52,7 @@ def flip(file: ScratchFile, offset: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, SLOT])
-def test_what_was_written_comes_back(nbytes: int, file: ScratchFile):
+def test_a_written_record_comes_back(nbytes: int, file: ScratchFile):
     file.place(100)
     slot, into = file.place(nbytes), out(nbytes)
     assert slot.write(payload(nbytes)) == slot.read(into) == nbytes
@@ -136,13 +133,13 @@ def test_a_flipped_bit_is_found(byte: int, file: ScratchFile, tmp_path: Path):
     slot.read(out(5000))
 
 
-def test_what_is_behind_the_record_does_not_matter(file: ScratchFile):
+def test_bytes_behind_the_record_do_not_matter(file: ScratchFile):
     slot = stored(file)
     flip(file, 5000)
     slot.read(out(5000))
 
 
-def test_what_was_never_written_is_no_record(file: ScratchFile):
+def test_an_unwritten_slot_is_no_record(file: ScratchFile):
     stored(file).release()
     with pytest.raises(CorruptRecordError, match="the checksum differs"):
         file.place(5000).read(out(5000))
@@ -164,7 +161,7 @@ def test_sizes_that_fit_no_slot(nbytes: int, file: ScratchFile):
         file.place(nbytes)
 
 
-# What the system does.
+# Failures of the system.
 
 
 def failing(number: int) -> Callable[..., int]:
@@ -199,7 +196,7 @@ NO_ROOM, GIB = "No space left on device in disk_path", 1 << 30
     [
         ({"fstatvfs": free(SLOT - 512)}, NoRoomError, SLOT - 512, NO_ROOM),
         ({"fstatvfs": free(0)}, NoRoomError, 0, NO_ROOM),
-        # What was free before the attempt, which may have filled the disk.
+        # The bytes that were free before the attempt, which may have filled the disk.
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.ENOSPC)}, NoRoomError, GIB, NO_ROOM),
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EDQUOT)}, NoRoomError, 0, "quota exceeded in"),
         ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EFBIG)}, NoRoomError, 0, "File too large in"),
@@ -297,7 +294,7 @@ def test_short_reads_and_writes(most: int, file: ScratchFile, monkeypatch: pytes
     assert torch.equal(into, payload(5000))
 
 
-# Whose file it is.
+# The process that owns the file.
 
 
 def without_anonymous_files(path: object, flags: int, *arguments: object, call=os.open) -> int:
@@ -326,7 +323,7 @@ def test_the_file_has_no_name(through: str, anonymous: bool, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("folder", "reason"), [("none", "No such file"), ("file", "Not a directory")])
-def test_folders_that_are_none(folder: str, reason: str, tmp_path: Path):
+def test_bad_folders_are_refused(folder: str, reason: str, tmp_path: Path):
     (tmp_path / "file").write_text("a thesis")
     with pytest.raises(OSError, match=f"disk_path takes no file of records: {reason}.*{tmp_path / folder}"):
         ScratchFile(tmp_path / folder, SLOT)
@@ -392,7 +389,7 @@ def test_a_fork_leaves_the_file_to_its_parent(file: ScratchFile):
         os.close(number)
 
 
-def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
+def test_an_unreferenced_file_is_closed(tmp_path: Path):
     file = ScratchFile(tmp_path, SLOT)
     with pytest.warns(ResourceWarning):
         del file

@@ -1,4 +1,4 @@
-"""What official code answers on SDAR: logits of three block lengths, and histories of every strategy."""
+"""SDAR against official code: logits of three block lengths, and histories of every strategy."""
 
 import json
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), changes([*SEQUENCES[f"{case}.history"]]))
     expected = SEQUENCES[f"{case}.final"].clone()
-    if ends is not None:  # behind an end stands padding: no tokens that nobody asked for, and no masks
+    if ends is not None:  # behind an end stands padding: no unwanted tokens, and no masks
         expected[0, 1 + expected[0].tolist().index(*ends) :] = runtime.model.pad_token_id
     assert torch.equal(out.sequences.int(), expected)
     if policy == "block_causal":
@@ -76,7 +76,7 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
         replayed.check(SEQUENCES[f"{case}.sampled_prob"])
 
 
-def test_what_is_fixed_is_never_overwritten(runtime: Runtime):
+def test_fixed_tokens_are_never_overwritten(runtime: Runtime):
     # There fewer masks are left than a step fixes, and the prompt's last tokens go.
     (case,) = (case for case in RECORDED if "quirk" in case)
     options: dict[str, Any] = {**RECORDED[case]["kwargs"], "temperature": 0.0}

@@ -1,4 +1,4 @@
-"""What weights take of torch's caching allocator is booked: its published rules, played through for a load."""
+"""The bytes of weights in torch's caching allocator are booked: its published rules, played through for a load."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -55,7 +55,7 @@ class CachingAllocator:
 
     @property
     def reserved(self) -> int:
-        """Of the segments that something is in; the others go where memory is short."""
+        """Bytes of segments in use; others are freed if memory is short."""
         return sum(block[0] for _, blocks in self._segments if any(each[1] for each in blocks) for block in blocks)
 
 

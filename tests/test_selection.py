@@ -1,4 +1,4 @@
-"""The study of selectors: what an update renews, exact limits, the oracle beside chance, and the figures of a run."""
+"""The study of selectors: rows that an update renews, exact limits, the oracle beside chance, and a run's figures."""
 
 import itertools
 from collections.abc import Mapping
@@ -212,7 +212,7 @@ def rows_of(arm: str, shares: list[int | None], **more: Any) -> list[dict[str, A
     return list(measure(settings(arm, shares, **more), paths={"embedded": "embedded"}))
 
 
-def test_a_run_counts_what_was_renewed():
+def test_a_run_counts_renewed_rows():
     found = {arm: rows_of(arm, [None]) for arm in REFERENCES}
     found |= {arm: rows_of(arm, [10, 50]) for arm in ("random", "polestar-rows")}
     renewed = {arm: [row.get("renewed") for row in rows] for arm, rows in found.items()}
@@ -235,7 +235,7 @@ def test_a_share_is_asked_until_its_interval_is_narrow():
     assert [row["right"] for row in together] == ["00", "011"]
 
 
-def test_shares_are_of_what_the_oracle_gains_in_cells_that_all_have():
+def test_shares_are_of_the_oracles_gain_in_common_cells():
     def row(arm: str, share: int | None, right: str, kl: float | None = None, task: str = "sort") -> dict[str, Any]:
         of = {"selector": arm, "share": share, "task": task, "right": right, "correct": right.count("1")}
         of |= {"point": f"{arm} {task}", "run": 0, "stamp": "s", "status": "ok", "examples": len(right)}
@@ -262,7 +262,7 @@ def test_shares_are_of_what_the_oracle_gains_in_cells_that_all_have():
         ({"share": [0]}, "share = 0"),
     ],
 )
-def test_what_is_not_in_the_study_is_named(axes: dict[str, Any], told: str):
+def test_a_value_that_is_not_in_the_study_is_named(axes: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
         list(study.points(study.AXES | axes))
 
@@ -289,7 +289,7 @@ def test_prompts_asked_together_choose_as_they_do_alone(runtime: Runtime, select
     assert len({*forwards}) > 1
 
 
-def test_what_a_selector_cannot_be_asked_is_named(runtime: Runtime):
+def test_calls_that_a_selector_refuses_are_named(runtime: Runtime):
     with pytest.raises(ValueError, match="selector 'newest'"):
         Selecting(selector="newest", share=0.1)
     for selector, other, told in (

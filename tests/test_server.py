@@ -1,5 +1,5 @@
-"""The server over loopback: OpenAI's client and curl get what the runtime answers; what is wrong is told in OpenAI's
-shape, and whatever comes, nothing is left behind and the next answer is right."""
+"""The server over loopback: OpenAI's client and curl get the runtime's answers, and errors have OpenAI's shape. After
+any request nothing is left behind, and the next answer is right."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_completions_continue_text_and_ids_as_they_stand(client: openai.OpenAI, 
         model="embedded", prompt=ids, max_tokens=TOKENS).choices] == expected  # fmt: skip
 
 
-def test_a_stream_brings_what_is_final_and_the_sums(client: openai.OpenAI, runtime: Runtime):
+def test_a_stream_brings_final_text_and_the_sums(client: openai.OpenAI, runtime: Runtime):
     chunks = [*client.chat.completions.create(
         model="embedded", messages=chat(PROMPTS[2]), max_tokens=TOKENS, n=2, stream=True,
         stream_options={"include_usage": True}, extra_body={"block_length": 2},
@@ -124,7 +124,7 @@ def test_a_stream_brings_what_is_final_and_the_sums(client: openai.OpenAI, runti
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 10
 
 
-def test_a_stop_string_ends_an_answer_and_what_it_holds(client: openai.OpenAI, served: Served):
+def test_a_stop_string_ends_an_answer_and_its_tokens(client: openai.OpenAI, served: Served):
     counts = served.scheduler.counts
     ended, tokens = counts.ended.copy(), counts.tokens
     answer = client.chat.completions.create(
@@ -153,7 +153,7 @@ def test_a_stop_token_ends_an_answer_as_in_the_library(client: openai.OpenAI, ru
     assert answer.usage is not None and answer.usage.completion_tokens == out.timings.tokens == 2
 
 
-def test_drafts_come_where_they_are_asked_for(client: openai.OpenAI):
+def test_drafts_come_if_they_are_asked_for(client: openai.OpenAI):
     stream = client.chat.completions.create(
         model="embedded", messages=chat(PROMPTS[0]), max_tokens=TOKENS, stream=True,
         extra_body={"stream_options": {"include_drafts": True}},
@@ -186,7 +186,7 @@ def test_metrics_and_health(served: Served, client: openai.OpenAI):
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
 
 
-def test_bytes_of_streamed_weights_are_among_those_that_moved():
+def test_bytes_of_streamed_weights_count_as_moved():
     memory = MemoryBudget(device="6MiB")
     with tiered.from_pretrained("embedded", policy="none", weights="raw", memory=memory) as runtime:
         scheduler = Scheduler(runtime)
@@ -219,7 +219,7 @@ def test_bytes_of_streamed_weights_are_among_those_that_moved():
         ({"url": "/", "json": {}}, 405, None, "Method Not Allowed"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_openais_shape(
+def test_errors_have_openais_shape(
     served: Served, request_: dict[str, Any], status: int, field: str | None, words: str
 ):
     told = httpx.request(**{"method": "POST", **request_, "url": served.url + request_.get("url", CHATS)})
@@ -231,7 +231,7 @@ def test_what_is_wrong_is_told_in_openais_shape(
 
 
 @pytest.mark.parametrize("chats", [True, False])
-def test_a_prompt_that_is_too_long_is_told_by_openais_code(runtime: Runtime, chats: bool):
+def test_a_prompt_that_is_too_long_has_openais_error_code(runtime: Runtime, chats: bool):
     with serving(runtime, limits=Limits(prompt_tokens=50)) as served:
         for count in (100, 9_000):
             source = {"messages": chat("0" * count)} if chats else {"prompt": "0" * count}
@@ -250,7 +250,7 @@ def test_any_seed_of_64_bits_is_taken(client: openai.OpenAI):
         assert texts[0] == texts[1]
 
 
-def test_all_that_is_looked_at_has_a_head(served: Served):
+def test_every_readable_path_has_a_head(served: Served):
     for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/embedded"):
         told = httpx.head(served.url + path)
         assert (told.status_code, told.content) == (200, b"") and int(told.headers["Content-Length"]) > 0
@@ -305,7 +305,7 @@ def test_defaults_that_no_request_could_have_are_refused_at_the_start(
     assert words in capsys.readouterr().err
 
 
-def test_what_never_fits_is_refused_with_the_numbers(runtime: Runtime):
+def test_a_request_that_never_fits_is_refused_with_the_numbers(runtime: Runtime):
     cap = runtime.ledger.held(Tier.DEVICE) + (2 << 20)
     small = tiered.from_pretrained("embedded", policy="none", memory=MemoryBudget(device=cap))
     with small, serving(small) as served:
@@ -317,7 +317,7 @@ def test_what_never_fits_is_refused_with_the_numbers(runtime: Runtime):
         check_answers(served, small)
 
 
-def test_who_finds_too_many_waiting_and_who_is_late(runtime: Runtime):
+def test_a_full_queue_and_a_late_answer_are_errors(runtime: Runtime):
     with serving(runtime, max_running=1, max_waiting=1) as served:
         client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60)
         call: dict[str, Any] = {"model": "embedded", "messages": chat(PROMPTS[0]), "stream": True, **LONG}
@@ -343,7 +343,7 @@ def posted(body: bytes, length: int | None = None) -> bytes:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_takes_its_request_with_it(served: Served, runtime: Runtime, stream: bool):
+def test_a_client_that_disconnects_cancels_its_request(served: Served, runtime: Runtime, stream: bool):
     before = served.scheduler.counts.ended["cancelled"]
     body = {"messages": chat(PROMPTS[0]), "stream": stream, "max_tokens": 2048, "stop_at_eos": False}
     with sent(served, posted(json.dumps(body).encode())) as connection:
@@ -417,7 +417,7 @@ def test_much_garbage_is_refused(served: Served, runtime: Runtime):
 
 
 @pytest.mark.slow
-def test_told_to_end_the_command_finishes_what_runs_and_refuses_what_waits():
+def test_on_sigterm_the_command_finishes_running_requests_and_refuses_waiting_ones():
     command = [sys.executable, "-m", "tiered", "serve", "embedded", "--port", "0", "--max-running", "1"]
     with subprocess.Popen(
         [*command, "--policy", "none"], stderr=subprocess.PIPE, text=True, env={**os.environ}
@@ -467,8 +467,8 @@ def test_the_harness_scores_through_it_as_the_tasks_do(
     assert 0 < expected.correct < 8, "a score that a mistake would change"
 
 
-def test_what_was_answered_once_is_answered_again_under_any_budget(tmp_path: Path):
-    """Four requests in a row, and a call of the library behind them: what a request leaves stands in no other's way."""
+def test_an_answered_request_is_answered_again_under_any_budget(tmp_path: Path):
+    """Four requests in a row, and then a call of the library: memory that a request leaves fails no later one."""
     prompt = "sort: " + "Ada Ben Cleo Eva Gus Hana Ivan Nora Leo Mia " * 6
     draw, statuses = random.Random(1), set()
     options: dict[str, Any] = {"max_tokens": 32, "block_length": 8, "seed": 3}

@@ -1,4 +1,4 @@
-"""Connections of the server: those without a request shut no client out, and its end cuts no answer."""
+"""Connections of the server: one without a request blocks no other, and the server's end cuts no answer."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ def error_of(answer: bytes) -> tuple[int, str]:
     return int(head.split()[1]), error["message"]
 
 
-def test_connections_without_a_request_shut_nobody_out_and_are_closed(runtime: Runtime):
+def test_connections_without_a_request_block_no_other_and_are_closed(runtime: Runtime):
     texts = [b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Le"]
     limits: dict[str, Any] = {"max_running": 1, "max_waiting": 1, "key": "secret"}
     with serving(runtime, of_server={"header_seconds": 2.0}, **limits) as served, ExitStack() as held:
@@ -77,12 +77,12 @@ def test_connections_without_a_request_shut_nobody_out_and_are_closed(runtime: R
     assert {error_of(answer) for answer in answers[1::3]} == {(408, "the headers did not arrive within 2 s")}
 
 
-def test_headers_that_come_in_drops_and_those_behind_an_answer_have_their_time(runtime: Runtime):
+def test_slow_headers_behind_an_answer_time_out(runtime: Runtime):
     with serving(runtime, of_server={"header_seconds": 0.5}) as served:
         with connected(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
             assert b"200 OK" in connection.recv(1000)
             received = b""
-            with pytest.raises(OSError):  # the connection is closed under the drops
+            with pytest.raises(OSError):  # the connection is closed while drops are sent
                 for _ in range(50):
                     connection.sendall(b"X")
                     connection.settimeout(0.2)
@@ -102,7 +102,7 @@ def test_headers_that_come_in_drops_and_those_behind_an_answer_have_their_time(r
         (b"GET / HTTP/1.1\r\n\r\n", 400),
     ],
 )
-def test_what_is_no_request_is_refused_in_the_apis_shape(runtime: Runtime, text: bytes, status: int):
+def test_malformed_requests_are_refused_in_the_apis_shape(runtime: Runtime, text: bytes, status: int):
     with serving(runtime) as served, connected(served, text) as connection:
         assert error_of(connection.recv(1000))[0] == status
 
@@ -117,7 +117,7 @@ def test_one_connection_too_many_closes_the_oldest_without_a_request(runtime: Ru
 
 
 @pytest.mark.parametrize(("grace", "signals"), [(1.0, [signal.SIGTERM]), (600.0, [signal.SIGTERM, signal.SIGTERM])])
-def test_told_to_end_the_server_refuses_what_comes_and_ends_streams_in_an_error(
+def test_on_sigterm_the_server_refuses_requests_and_ends_streams_in_an_error(
     runtime: Runtime, caplog: pytest.LogCaptureFixture, grace: float, signals: list[signal.Signals]
 ):
     with serving(runtime, of_server={"grace_seconds": grace}) as served:
@@ -135,7 +135,7 @@ def test_told_to_end_the_server_refuses_what_comes_and_ends_streams_in_an_error(
                 assert (told.status_code, told.json()["error"]["code"]) == (503, "closed")
             for each in second:
                 served.server.handle_exit(each, None)
-            events = raw.read().decode().split("\n\n")  # raises where the body is cut
+            events = raw.read().decode().split("\n\n")  # raises if the body is cut
         last = json.loads(events[-2].removeprefix("data: "))
         assert events[-1] == "" and last["error"]["type"] == "server_error" and "SIGTERM" in last["error"]["message"]
         for stream in streams:

@@ -1,5 +1,4 @@
-"""The page of the server in a browser: a prompt is answered, canvas and tiers are shown, and nobody else is asked for
-anything."""
+"""The page of the server in a browser: a prompt is answered, canvas and tiers are shown, and no other host is asked."""
 
 import asyncio
 import json
@@ -24,7 +23,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 PAGE = Path(tiered.__file__).parent / "serving" / "page.html"
-# What the page shows once it is done, or has failed.
+# Values of the page once it is done, or has failed.
 SHOWN = """({
   state: document.body.dataset.state, answer: at("answer").textContent, error: at("error").textContent,
   status: at("status").textContent, tiers: at("tiers").textContent, canvas: at("canvas").textContent,
@@ -42,7 +41,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def devtools(tmp_path: Path) -> Iterator[str]:
-    """Where a browser can be told what to do."""
+    """Host and port of a browser's DevTools."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         if os.environ.get("TIERED_REQUIRE_BROWSER"):
@@ -59,7 +58,7 @@ def devtools(tmp_path: Path) -> Iterator[str]:
 
 
 async def shown(devtools: str, url: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """What a page shows in the end, what it asked for, and what went wrong on it."""
+    """The page's last values, the URLs that it asked for, and its errors."""
     asked: list[str] = []
     wrong: list[str] = []
     async with aiohttp.ClientSession() as session:
@@ -94,7 +93,7 @@ async def shown(devtools: str, url: str) -> tuple[dict[str, Any], list[str], lis
     raise AssertionError("the page never ended")
 
 
-def test_a_prompt_is_answered_before_ones_eyes(served: Served, devtools: str):
+def test_the_page_shows_the_answer_to_a_prompt(served: Served, devtools: str):
     url = f"{served.url}/?prompt=sort:%20Nora%20Ben%20Ivan%20Cleo"
     page, asked, wrong = asyncio.run(shown(devtools, url))
     assert (page["state"], page["answer"], page["error"]) == ("done", "Ben Cleo Ivan Nora", "")

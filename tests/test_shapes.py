@@ -1,5 +1,5 @@
-"""The shapes that the code's annotations promise are those that tensors have: checked at run time, in a process of its
-own, since bad arguments must meet the library's own errors everywhere else."""
+"""Tensors have the shapes of the code's annotations. A process of its own checks them at run time, because bad
+arguments must meet the library's own errors everywhere else."""
 
 import subprocess
 import sys

@@ -90,7 +90,7 @@ def test_in_parity_a_pass_within_a_block_may_refresh(runtime: Runtime, policy: s
     assert out.rows_per_step == [41 if n % 8 % 3 == 0 else rows for n, rows in enumerate(kept)]
 
 
-def test_parity_means_nothing_where_nothing_is_shifted():
+def test_parity_changes_nothing_if_predictions_are_not_shifted():
     llada = tiered.from_pretrained(GOLDENS.parent / "llada" / "llada_tiny", dtype="float32")
     for policy in ("fast_dllm_prefix", "fast_dllm_dual"):
         plain, official = (

@@ -134,13 +134,13 @@ def test_a_failed_piece_gives_its_turn_back():
 @pytest.mark.parametrize(
     ("bandwidth", "latency"), [(0, 0), (-1, 0), (math.nan, 0), (1, -1), (1, math.inf), (1, math.nan)]
 )
-def test_what_is_no_speed(bandwidth: float, latency: float):
+def test_bad_speeds_are_refused(bandwidth: float, latency: float):
     with pytest.raises(ValueError, match=f"bandwidth = {bandwidth} must be positive, latency = {latency}"):
         LinkSpeed(bandwidth, latency)
 
 
 @pytest.mark.parametrize("compute_thread", [False, True])
-def test_where_delays_are_asked_for(compute_thread: bool):
+def test_points_that_ask_for_a_delay(compute_thread: bool):
     asked: list[tuple[Point, Lane | None]] = []
 
     def delay(point: Point, lane: Lane | None) -> float:

@@ -1,4 +1,5 @@
-"""Staleness of caches: against a brute-force oracle, and what must be 0; measuring changes nothing and is booked."""
+"""Staleness of caches: against a brute-force oracle, and numbers that must be 0; measuring changes nothing and is
+booked."""
 
 import gc
 import itertools
@@ -107,7 +108,7 @@ def test_nothing_drifts_if_every_step_refreshes(runtime: Runtime, call: str):
     for distances in (report.keys, report.values):
         assert np.array_equal(np.isnan(distances), np.repeat(report.rows[:, None] == 0, 4, axis=1))
         assert np.nanmax(distances) <= 1e-6
-    # What a block's place in the canvas leaves out: nothing is past in the first two, nothing is next in the last.
+    # Areas without rows, by a block's place in the canvas: nothing is past in the first two, nothing next in the last.
     blocks = np.array(report.blocks)
     assert set(blocks.tolist()) == {0, 1, 2, 3}
     absent = [blocks < 0, blocks < 2, blocks < 1, blocks < 0, blocks > 2, blocks > 1]
@@ -224,7 +225,7 @@ def test_a_measurement_allocates_no_more_than_it_books(measure: Any, dtype: str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [200, 5000])
-def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.dtype, length: int):
+def test_scores_of_attention_take_the_booked_bytes(runtime: Runtime, dtype: torch.dtype, length: int):
     shape = runtime.model.shape
     queries = torch.zeros(1, shape.heads, 200, shape.head_dim, dtype=dtype)
     keys = torch.zeros(1, shape.kv_heads, length, shape.head_dim, dtype=dtype)
@@ -237,7 +238,7 @@ def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.
     assert 0.5 * booked <= allocated.peak <= booked + 3 * 4 * queries.numel()
 
 
-def test_what_cannot_be_measured_is_refused(runtime: Runtime):
+def test_calls_that_cannot_be_measured_are_refused(runtime: Runtime):
     for inspector in (StalenessInspector(), StepDriftInspector()):
         with pytest.raises(ValueError, match="no step was measured"):
             inspector.report()

@@ -60,8 +60,8 @@ def area(column: int, prompt: int, block: int) -> int:
 
 @dataclass
 class Uncached:
-    """One sequence without padding: keys and values [features, layers, heads, length, elements], and the attention
-    weights of the rows from `start` on over columns and then sinks, [layers, heads, rows, keys]."""
+    """One sequence without padding. `stored`: keys and values [features, layers, heads, length, elements]. `weights`:
+    attention of the rows from `start` on over columns and then sinks [layers, heads, rows, keys]."""
 
     stored: Tensor
     weights: Tensor
@@ -79,7 +79,7 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
     for layer in range(shape.layers):
         normed = model.attention_norm(layer, pass_.hidden)
         queries = model.queries(layer, normed, forward.rotary[0])[0, :, block].double()
-        # Of the layer before its store is written, by itself: what `dense` writes must be the same.
+        # Computed before the layer's rows are stored: rows that `dense` writes must be the same.
         keys = model.keys(layer, normed, forward.rotary[0])[0].double()
         values = model.values(layer, normed)[0].double()
         if layer == shape.layers - 1:  # else the residual stream changes below
@@ -95,7 +95,7 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
         if isinstance(model, Gidd):
             scores = 30 * torch.tanh(scores / 30)  # attn_soft_cap of its config.json
         weights.append(scores.softmax(dim=-1))
-        # The weights are the model's own: with them comes out what the layer adds.
+        # The weights are the model's own, because they give the output of the layer.
         mixed = torch.einsum("hrc,hcd->rhd", weights[-1], values).flatten(1)[None].to(runtime.dtype)
         own = before[:, block] + model.attention_out(layer, mixed)
         own = own + model.feed_forward(layer, own)
@@ -158,7 +158,7 @@ def test_the_figures_are_those_of_brute_force(runtimes: dict[str, Runtime], call
     np.testing.assert_allclose(report.values, drift[1], rtol=1e-3, atol=1e-9)
     np.testing.assert_allclose(report.attention, attention, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(report.attention.sum(axis=-1), 1, rtol=1e-6)
-    # What the call is there for.
+    # The purpose of the call.
     assert call not in ("sequences that wait", "shifted predictions") or any(
         not all(shown["active"]) for shown in spy.seen
     )

@@ -76,7 +76,7 @@ def kernel(reference: ModuleType) -> ModuleType:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("calls", CALLS)
-def test_rows_are_written_where_their_calls_keep_them(calls: str, code: RowCode | None, dtype: torch.dtype):
+def test_rows_are_written_into_the_memory_of_their_calls(calls: str, code: RowCode | None, dtype: torch.dtype):
     tables = [table_of(CALLS[calls], code, dtype) for _ in range(2)]
     count = len(tables[0].rows)
     drawn = torch.randn(2, 1, count, KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(1))

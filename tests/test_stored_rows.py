@@ -1,4 +1,4 @@
-"""Stored rows: what is read is what was stored last, bit for bit, in every codec, on the host and on the device."""
+"""Stored rows: a read gives the bits of the last store, in every codec, on the host and on the device."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -86,7 +86,7 @@ def test_slots_and_records_of_any_size_are_enough(tiers: Tiers, slots: int, reco
     rows.check_all()
 
 
-# --- what travels
+# --- fetches
 
 
 def fetched(rows: Rows, tiers: Tiers) -> int:
@@ -109,7 +109,7 @@ def test_rows_that_are_read_are_fetched_once_and_no_others(tiers: Tiers, codec: 
     assert fetched(rows, tiers) == 4 * row_bytes
     rows.store(1, [first[4]])
     rows.check(1, [first[4]])
-    assert fetched(rows, tiers) == 4 * row_bytes  # what compute has just written
+    assert fetched(rows, tiers) == 4 * row_bytes  # rows that compute has just written
     assert tiers.stats().asked == {Tier.HOST: 4}
 
 
@@ -123,7 +123,7 @@ def test_rows_on_the_device_are_counted_and_never_copied(tiers: Tiers):
     assert rows.stored.fetched_bytes == 12 * needed().row_bytes
 
 
-def test_what_was_sent_is_there_when_it_is_read(tiers: Tiers):
+def test_sent_rows_are_there_when_they_are_read(tiers: Tiers):
     rows, (first, second) = Rows(tiers), (of_region(0), of_region(1))
     rows.fill()
     rows.stored.send(1, [first[0], second[0]])
@@ -133,7 +133,7 @@ def test_what_was_sent_is_there_when_it_is_read(tiers: Tiers):
     assert fetched(rows, tiers) == 6 * needed().row_bytes
 
 
-def test_what_finds_no_slot_sets_out_when_others_have_been_read(tiers: Tiers):
+def test_rows_without_a_slot_set_out_when_others_have_been_read(tiers: Tiers):
     rows, first, row_bytes = Rows(tiers, slots=1), of_region(0), needed().row_bytes
     rows.fill()
     rows.stored.send(1, [first[0], first[2]])
@@ -144,7 +144,7 @@ def test_what_finds_no_slot_sets_out_when_others_have_been_read(tiers: Tiers):
     assert fetched(rows, tiers) == 4 * row_bytes
 
 
-def test_what_is_recalled_makes_way(tiers: Tiers):
+def test_recalled_rows_make_way(tiers: Tiers):
     rows, (first, second) = Rows(tiers), (of_region(0), of_region(1))
     rows.fill()
     rows.stored.send(1, first)
@@ -157,7 +157,7 @@ def test_what_is_recalled_makes_way(tiers: Tiers):
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_what_is_stored_again_on_its_way_is_new(tiers: Tiers, codec: Codec):
+def test_rows_stored_again_on_their_way_are_new(tiers: Tiers, codec: Codec):
     rows, first = Rows(tiers, codec), of_region(0)
     rows.fill()
     for renewed in ([0], [1, 0], [2]):
@@ -170,7 +170,7 @@ def test_what_is_stored_again_on_its_way_is_new(tiers: Tiers, codec: Codec):
 
 
 @every
-def test_the_ledger_has_what_was_planned(tiers: Tiers, ledger: Ledger, codec: Codec, tier: Tier):
+def test_the_ledger_has_the_planned_bytes(tiers: Tiers, ledger: Ledger, codec: Codec, tier: Tier):
     plan, rows = needed(codec, tier), Rows(tiers, codec, tier)
     assert {account: nbytes for account, nbytes in ledger.accounts(Tier.DEVICE).items() if nbytes} == (
         {Account.STAGING: plan.staging} if tier is Tier.HOST else {}
@@ -209,7 +209,7 @@ def test_a_device_that_is_full_is_named(codec: Codec):
     assert all(tiers.ledger.held(tier) == 0 for tier in Tier)
 
 
-# --- what is refused, and what fails
+# --- refusals and failures
 
 
 @every
@@ -227,7 +227,7 @@ def test_rows_that_do_not_fit_are_refused_before_anything_happens(tiers: Tiers, 
     rows.check_all()
 
 
-def test_a_fetch_that_fails_is_told_and_can_be_made_again(tiers: Tiers, faults: Faults):
+def test_a_failed_fetch_is_an_error_and_can_be_repeated(tiers: Tiers, faults: Faults):
     rows = Rows(tiers)
     rows.fill()
     for sent in (False, True):
@@ -267,7 +267,7 @@ def test_rows_of_a_store_that_failed_are_never_read(tiers: Tiers, faults: Faults
 
 @pytest.mark.gpu
 @every
-def test_rows_that_went_down_are_those_that_stayed(codec: Codec, tier: Tier):
+def test_rows_come_back_as_the_codec_gives_them(codec: Codec, tier: Tier):
     width, sizes = 512, [24] * 40
     changes = {"rows": sum(sizes), "clusters": len(sizes), "record_rows": 100, "row_bytes": codec.row_bytes(width, 2)}
     plan = needed(codec, tier, **changes)

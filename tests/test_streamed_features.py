@@ -1,4 +1,4 @@
-"""Tiers for every policy: with a device that does not hold what a policy keeps, the answers are the same to the bit."""
+"""Tiers for every policy: if the device does not hold all that a policy keeps, the answers are the same to the bit."""
 
 import random
 from collections.abc import Callable
@@ -30,13 +30,13 @@ from tiered.runtime import Runtime
 
 LAYERS, PROMPT, ANSWER, BLOCK = 5, 90, 32, 16
 SIZES: dict[str, Any] = {"max_new_tokens": ANSWER, "block_length": BLOCK}
-# What makes a policy keep and move more than its defaults do here.
+# Options under which a policy keeps and moves more than by default.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dllm_cache": {"prompt_interval": 5, "response_interval": 3},
     "polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0},
     "elastic_cache": {"window": 12},
 }
-# But for `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
+# All but `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
 STREAMABLE = [name for name in policies_for("canvas") if name not in ("auto", "none")]
 CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
@@ -93,7 +93,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
-    """What a policy answers in a call with all on the device."""
+    """The output of a policy in a call with all on the device."""
     return cache(lambda name, call: run(model, policy_of(name), **CALLS[call]))
 
 
@@ -128,7 +128,7 @@ Unlimited = Callable[[str, str], GenerationOutput]
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", STREAMABLE)
 def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, name: str, call: str):
-    """Nor does a host tier that has just what is needed."""
+    """Nor does a host tier of the least size."""
     policy, options = policy_of(name), CALLS[call]
     least, resident = least_and_resident(model, policy, call)
     moved, streamed = [], []
@@ -143,7 +143,7 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, nam
         moved.append(out.memory.moved.get("host->device", 0))
         streamed.append(sum(len(stream.layers) for stream in needed.streams.streams))
     assert moved[-1] == min(moved) or len(set(streamed)) == 1  # of fewer layers less has to come back
-    assert moved[0] or "confidence_threshold" in options  # where one forward may commit a block, nothing is reread
+    assert moved[0] or "confidence_threshold" in options  # if one forward may commit a block, nothing is reread
 
 
 @pytest.mark.parametrize("name", ["polestar", "dkv_decode", "elastic_cache"])
@@ -157,7 +157,7 @@ def test_a_caller_in_inference_mode_gets_the_same_bits(model: LLaDA, unlimited: 
 
 
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_a_byte_less_than_enough_is_told_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_byte_less_than_enough_is_refused_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
     policy = policy_of(name)
     least, _ = least_and_resident(model, policy)
     host = bytes_of(model, policy, MemoryBudget(device=least)).total(Tier.HOST)
@@ -222,7 +222,7 @@ def test_the_coldest_go_first_and_spread_over_the_stack(model: LLaDA):
     assert len(set(counts)) > 4
 
 
-def test_what_the_policy_wants_in_the_host_tier_is_there_without_a_cap(model: LLaDA):
+def test_a_policy_can_keep_features_in_the_host_tier_without_a_cap(model: LLaDA):
     policy = make_policy("elastic_cache", hidden_tier="host", window=12)
     needed = bytes_of(model, policy, MemoryBudget())
     assert needed.streams is not None and [s.feature for s in needed.streams.streams] == [Feature.HIDDEN]

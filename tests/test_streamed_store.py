@@ -1,4 +1,4 @@
-"""Law 2 for features: a store of which layers are streamed holds what a resident one does, to the bit."""
+"""Law 2 for features: a store with streamed layers holds the rows of a resident one, to the bit."""
 
 import random
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:
 
 
 def same(resident: Tensor, streamed: Tensor) -> bool:
-    """Where something has been written: what never was is NaN in the one, and anything in the other."""
+    """Whether written numbers agree. A number that was never written is NaN in `resident`."""
     assert resident.shape == streamed.shape and resident.stride() == streamed.stride()
     return bool(((resident == streamed) | resident.isnan()).all())
 
@@ -146,7 +146,7 @@ def test_the_next_layer_is_on_its_way_when_one_is_read(shape: ModelShape):
         assert asked == 0  # nothing that is overwritten whole is fetched
         store.view(Feature.VALUE, 0)
         chunks = needed.streams[1].chunks().parts
-        # Layer 0 and, beside it, what comes next.
+        # Layer 0 and, beside it, the next layer.
         assert tiers.stats().asked[Tier.HOST] == 2 * chunks
         store.view(Feature.VALUE, 1)
         assert tiers.stats().asked[Tier.HOST] == 3 * chunks
@@ -169,7 +169,7 @@ def test_a_block_is_written_into_its_pages_alone(shape: ModelShape):
         assert tiers.stats().stored[Tier.HOST] == stored + BATCH
 
 
-def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
+def test_rows_overwritten_on_their_way_do_not_come_back(shape: ModelShape):
     needed = bytes_of(shape)
     with open_for(Ledger(), lambda point, lane: 0.01 * (lane is Lane.FETCH)) as tiers:
         _, store = both(needed, tiers)

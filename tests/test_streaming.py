@@ -1,4 +1,4 @@
-"""Streamers: what they are told and when, and transformers' own on the embedded model."""
+"""Streamers: their calls in order, and transformers' own streamers on the embedded model."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 4}
 
 
 class Plain:
-    """Keeps every call, with a copy of what came."""
+    """Keeps every call, with a copy of its tokens."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Tensor | None]] = []
@@ -62,7 +62,7 @@ def test_order_of_calls(runtime: Runtime, make: type[Plain], block: list[str]):
     assert all(value.device.type == "cpu" for _, value in streamer.calls if value is not None)
 
 
-def test_drafts_show_proposals_where_nothing_is_fixed(runtime: Runtime):
+def test_drafts_show_proposals_of_open_tokens(runtime: Runtime):
     streamer = Drafting()
     out = runtime.generate(PROMPTS[:1], streamer=streamer, output_history=True, stop_at_eos=False, **SIZES)
     drafts, history = streamer.named("draft"), out.history
@@ -95,7 +95,7 @@ def embedded() -> Runtime:
 
 
 def printed(embedded: Runtime, capsys: pytest.CaptureFixture[str], make: Any, **options: Any) -> tuple[str, Any]:
-    """What a streamer writes to the terminal, and the output of the call."""
+    """The text that a streamer writes to the terminal, and the output of the call."""
     streamer = make(embedded.tokenizer, **options)
     out = embedded.generate(CHAT, max_new_tokens=16, block_length=8, streamer=streamer)
     return capsys.readouterr().out, out
@@ -127,7 +127,7 @@ def test_text_iterator_streamer(embedded: Runtime):
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"block_length": 5}])
-def test_whoever_reads_a_call_that_fails_waits_for_nothing(embedded: Runtime, wrong: dict[str, Any]):
+def test_a_reader_of_a_failed_call_waits_for_nothing(embedded: Runtime, wrong: dict[str, Any]):
     streamer = TextIteratorStreamer(embedded.tokenizer, timeout=5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"steps|block_length"):
         embedded.generate(CHAT, streamer=streamer, **wrong)
@@ -184,7 +184,7 @@ def test_nothing_is_sent_past_an_answer_that_ends_inside_a_block(prompt: int, ne
 
 
 @pytest.mark.parametrize("lengths", [(8, 7), (8, 5), (12, 7)])
-def test_all_tokens_are_sent_where_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
+def test_all_tokens_are_sent_if_one_answer_ends_and_another_has_no_block_left(lengths: tuple[int, int]):
     runtime = tiered.from_pretrained(GOLDENS / "sdar" / "sdar_tiny", dtype="float32")
     batch, call = padded(*lengths), dict[str, Any](max_new_tokens=8, block_length=4)
     longest = max(lengths)

@@ -101,7 +101,7 @@ def unsplit(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(checkpoint, directory)
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     assert settings.pop("response_template") == TEMPLATE
-    # What transformers no longer reads.
+    # A field that transformers no longer reads.
     settings["response_schema"] = {"type": "object", "x-regex": "(?P<content>.*)"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
@@ -228,7 +228,7 @@ def test_nothing_is_split_without_a_response_template(unsplit: Path, runtime: Ru
         ({"messages": [{"role": "assistant", "content": "", THINKING: 5}]}, "messages", "reasoning_content in a"),
     ],
 )
-def test_what_a_chat_may_not_say(served: Served, body: dict[str, Any], field: str, words: str):
+def test_bad_fields_of_a_chat_are_named(served: Served, body: dict[str, Any], field: str, words: str):
     reply = post(served, **body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == field and re.search(words, error["message"]), error

@@ -1,4 +1,4 @@
-"""What threads alone do: compute beside the caller, modes of torch, and the end of the interpreter."""
+"""Threads as a transport: compute beside the caller, modes of torch, and the end of the interpreter."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def ns(times: Times) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("transport", [True], indirect=True)
-def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
+def test_a_copy_that_does_not_wait_is_stale(transport: ThreadTransport):
     """The control: asynchrony is real, so a missing wait shows in a result."""
     source, result = torch.zeros(8), torch.zeros(8)
     loaded = slowly_filled(transport, source, 5)
@@ -61,13 +61,13 @@ def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
     stale = transport.copy(Lane.FETCH, [Copy(as_bytes(source), as_bytes(torch.zeros(8)))])
     assert result.tolist() == [0] * 8 and not event.done()  # the caller went on, nothing is there yet
     stale.synchronize()
-    assert not loaded.done()  # and a copy that was told to wait for nothing has read what was there before
+    assert not loaded.done()  # and a copy that waits for nothing has read the earlier numbers
     event.synchronize()
     assert result.tolist() == [10] * 8
 
 
 @pytest.mark.parametrize("transport", [False], indirect=True)
-def test_what_was_waited_for_is_there_on_return(transport: ThreadTransport):
+def test_a_wait_returns_when_the_load_is_there(transport: ThreadTransport):
     source = torch.zeros(8)
     event = transport.wait([slowly_filled(transport, source, 5)])
     assert event.done() and source.tolist() == [5] * 8
@@ -117,7 +117,7 @@ def test_inference_tensors_can_be_copied(transport: ThreadTransport):
 
 
 def test_an_end_is_final():
-    """A thread that is hit between a job's end and the next job fails what it still has, the ended job among it."""
+    """A thread that is interrupted between two jobs fails all of its jobs, the ended one among them."""
     ended, failed = HostEvent(Lane.FETCH, 4), HostEvent(Lane.FETCH, 4)
     ended.end(4)
     failed.fail("first", OSError())
@@ -171,8 +171,8 @@ def test_many_callers(transport: ThreadTransport):
         assert [number for c, number in ran if c == caller] == list(range(200))
 
 
-def test_the_interpreter_ends_where_nobody_closes():
-    """What was handed over is finished first; no thread keeps the process alive, and none is killed at its work."""
+def test_the_interpreter_ends_without_a_close():
+    """Jobs that were handed over end first. No thread keeps the process alive, and none is killed at its work."""
     script = """
         import time, torch
         from tiered.offload.thread_transport import ThreadTransport

@@ -16,7 +16,7 @@ RANDOM = {"model": ["random"], "width": [64], "layers": [1], "answer": [8], "blo
 
 
 def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """What is measured, as a table has it."""
+    """Measured rows, as a table has them."""
     whole, rows = {**throughput.AXES, **axes}, []
     for point in points_of(throughput, whole, COMMON):
         (row,) = throughput.measure(point.settings, **local(whole))
@@ -35,7 +35,7 @@ def test_policies_stand_next_to_each_other_in_the_same_call():
         points_of(throughput, {**throughput.AXES, **RANDOM, "width": [100]}, COMMON)
 
 
-def test_a_row_is_what_the_runtime_says():
+def test_a_row_has_the_figures_of_the_runtime():
     (row,) = rows_of({"context": [96], "batch": [1], "policy": ["polestar"], "confidence": [None]})
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=96).prompt}]
     out = tiered.from_pretrained("embedded", policy="polestar", device="cpu").generate(

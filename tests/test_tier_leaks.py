@@ -22,7 +22,7 @@ def resident_bytes() -> int:
 
 
 def running() -> set[object]:
-    """Threads, and descriptors with what they are of. Those of other tests may end meanwhile."""
+    """Threads, and open descriptors with their targets."""
     links = [(path, os.path.realpath(path)) for path in Path("/proc/self/fd").iterdir()]
     return {*threading.enumerate(), *(link for link in links if link[0].is_symlink())}
 

@@ -1,4 +1,4 @@
-"""Tiers: what they count, what fails with a typed error, and that nothing is left, whatever happened."""
+"""Tiers: their counts, typed errors of failures, and that nothing is left after any of them."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def use(residency: Residency, *keys: int, ahead: tuple[int, ...] = ()) -> None:
     residency.check_integrity()
 
 
-# --- what is counted
+# --- counts
 
 
 def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):
@@ -116,7 +116,7 @@ def test_a_slow_link_is_hidden_or_exposed_in_its_layer(ledger: Ledger):
     assert stats.ways[Lane.FETCH].gigabytes_per_second is not None
 
 
-def test_what_is_used_and_written_does_not_wait_for_a_copy(ledger: Ledger):
+def test_using_and_writing_a_record_waits_for_no_copy(ledger: Ledger):
     link = Link(fetch=LinkSpeed(latency=0.6), store=LinkSpeed(latency=0.6))
     transport = SimulatedThreads(link=link, compute_thread=True)
     with Tiers(ledger, device=CPU, transport=transport) as tiers:
@@ -197,7 +197,7 @@ class RefusingPinner(PageablePinner):
         return super().allocate(nbytes)
 
 
-def test_a_refused_pin_leaves_what_is_there_usable(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
+def test_a_refused_pin_leaves_earlier_memory_usable(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host_pool, "pick_pinner", RefusingPinner)
     monkeypatch.setattr(RefusingPinner, "allowed", 2)
     with Tiers(ledger, device=CPU) as tiers:
@@ -218,7 +218,7 @@ def test_a_refused_pin_leaves_what_is_there_usable(ledger: Ledger, monkeypatch: 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("lane", [Lane.STORE, Lane.FETCH])
-def test_a_dead_thread_is_told_and_never_waited_for(ledger: Ledger, lane: Lane):
+def test_a_dead_thread_is_an_error_and_never_waited_for(ledger: Ledger, lane: Lane):
     def killed(point: Point, of: Lane | None) -> float:
         if point is Point.COPY and of is lane:
             raise SystemExit("killed")
@@ -284,7 +284,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told_and_the_parent_goes_on(tiers: Tiers):
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(tiers: Tiers):
     residency = records(tiers, 1, 2)
     residency.use([], [Wanted(1)])
 

@@ -31,7 +31,7 @@ VARIANTS |= {
     f"{policy}, seldom": Variant(name=f"{policy}, seldom", policy=policy, given={"refresh_blocks": 2})
     for policy in ("fast_dllm_prefix", "fast_dllm_dual")
 }
-# What they recompute hangs on the model: how large the clusters are that drift most, which tokens it is sure of. A row
+# Their rows depend on the model: sizes of the clusters that drift most, and tokens that it is sure of. A row
 # of Dream is open as long as one of two tokens is.
 EXPECTED = {"polestar", "polestar-paper", "polestar-fresh", "polestar-window", "dkv_greedy"}
 BY_TWO = {"dkv_decode", "dkv_pd"}
@@ -74,8 +74,8 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
 
 @pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"tier": "device"}])
 @pytest.mark.usefixtures("few_slots")
-def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
-    # And what these clusters touch, and wrong guesses: of random weights as much again, or twice.
+def test_updates_fetch_the_clusters_that_they_choose(options: dict[str, Any]):
+    # And records that these clusters touch, and wrong guesses: with random weights as much again, or twice.
     policy = variant(**options)
     runtime = Runtime(random_model(128, 6, 600), policy=policy, name="random")
     ids = torch.randint(0, 100, (1, 512), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_of_many_blocks_the_first_is_one_of_its_kind(policy: str, refreshes: int
     assert sum(kind.count for kind in found.kinds.values()) == 40 * 2
 
 
-def test_an_answer_that_nobody_measured_has_eight_blocks():
+def test_an_answer_of_unknown_length_has_eight_blocks():
     shape = random_model(64, 1, 640).shape
     sizes = CallShape(shape=shape, batch=1, context=640, block_length=32, dtype="float32")
     assert answer_of(sizes) == 256 and answer_of(replace(sizes, context=96)) == 64
@@ -167,7 +167,7 @@ class TestDevices:
     """By name, or by a file of measured rates."""
 
     @pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
-    def test_names_are_as_people_write_them(self, name: str):
+    def test_names_of_devices_have_many_spellings(self, name: str):
         assert rates_of(name) is DEVICES["rtx4090"]
 
     def test_a_file_of_measured_rates(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -194,7 +194,7 @@ class TestDevices:
         ],
         ids=lambda text: text[-40:],
     )
-    def test_what_holds_no_rates_is_named(self, tmp_path: Path, text: str):
+    def test_a_file_without_rates_is_named(self, tmp_path: Path, text: str):
         path = tmp_path / "rates.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=r"rates\.json' holds no rates; write the file by `tiered rates --out`"):
@@ -213,7 +213,7 @@ class TestPlan:
         "policy": "fast_dllm_dual",
     }
 
-    def test_the_card_says_seconds_and_what_they_are(self):
+    def test_the_card_has_seconds_and_their_source(self):
         made = tiered.plan("llada-8b", device="rtx4090", **self.OF)
         card, told = str(made), made.as_dict()
         assert made.streams is not None
@@ -247,7 +247,7 @@ def test_the_times_of_a_plan_stand_to_each_other_as_those_of_calls(tmp_path: Pat
     ]
     calls.append(("fast_dllm_prefix", 512, 4))
     ratios: dict[tuple[str, int, int], list[float]] = {call: [] for call in calls}
-    for number in range(3):  # each with rates of its own: what else the machine does slows down calls and rates alike
+    for number in range(3):  # each with rates of its own: other work of the machine slows down calls and rates alike
         rates = tmp_path / f"rates-{number}.json"
         assert main(["rates", "--device", "cpu", "--out", str(rates)]) == 0
         for policy, prompt, tokens in calls:

@@ -67,7 +67,7 @@ def fast() -> Tokenizer:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a tokenizer as Dream's repositories have it, with `files` on top (None: not there)."""
+    """Writes a tokenizer as Dream's repositories have it, with `files` on top. One without text is left out."""
 
     def write(files: dict[str, str | None] | None = None, **settings: Any) -> Path:
         vocabulary = {
@@ -120,7 +120,7 @@ def test_every_layout_reads_the_same(write: Callable[..., Path], layout: str):
 
 
 @pytest.mark.parametrize("missing", ["vocab.json", "merges.txt", "tokenizer_config.json"])
-def test_no_tokenizer_where_a_file_is_missing(write: Callable[..., Path], missing: str):
+def test_there_is_no_tokenizer_if_a_file_is_missing(write: Callable[..., Path], missing: str):
     assert load_tokenizer(write({missing: None})) is None
 
 
@@ -153,7 +153,7 @@ def test_tokenizer_json_needs_no_settings(write: Callable[..., Path]):
     ],
     ids=["no JSON", "a list", "merges of nothing", "added tokens", "settings are a list", "code of its own"],
 )
-def test_what_cannot_be_read_is_an_error(
+def test_files_that_cannot_be_read_are_errors(
     write: Callable[..., Path], files: dict[str, str | None], settings: Any, message: str
 ):
     directory = write(files, **settings)
@@ -172,7 +172,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path):
 
 
 def test_text_in_and_out(write: Callable[..., Path], tmp_path: Path):
-    # A Dream with the vocabulary that the tokenizer has: what it answers is text.
+    # A Dream with the vocabulary of the tokenizer: its answers are text.
     config: dict[str, Any] = {
         "model_type": "Dream", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": len(VOCABULARY) + len(SPECIAL),

@@ -70,7 +70,7 @@ def of_tiers(call: TracedCall, category: str) -> list[dict[str, Any]]:
     return [event for event in call.trace["traceEvents"] if event.get("cat") == category and event["pid"] == "tiered"]
 
 
-def test_own_time_is_without_what_is_inside(monkeypatch: pytest.MonkeyPatch):
+def test_own_time_is_without_inner_ranges(monkeypatch: pytest.MonkeyPatch):
     now, waits = [1000], []
     monkeypatch.setattr(timing_module, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
     with recording(Timing(lambda: waits.append(now[0]))) as timing, span(Op.STEP):
@@ -116,7 +116,7 @@ def test_a_decorated_call_is_a_range():
     assert all(each.ended for each in timing.ranges) and timing.innermost is None
 
 
-def test_a_range_costs_nothing_while_nobody_records(model: DiffusionModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_range_costs_nothing_without_a_recording(model: DiffusionModel, monkeypatch: pytest.MonkeyPatch):
     def made(*_: object) -> None:
         raise AssertionError("a range was made")
 

@@ -74,7 +74,7 @@ def test_every_job_is_counted_once_in_the_order_of_its_lane():
     assert len(counted) == 8
 
 
-def test_counting_asks_one_job_of_a_lane():
+def test_counting_queries_one_job_of_a_lane():
     """A refresh has a thousand jobs under way, and a harvest counts all that ended."""
     transport = ByHand()
     traffic = Traffic(transport, lambda event: None)

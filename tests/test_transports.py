@@ -102,7 +102,7 @@ class FakeStream:
 
 @pytest.fixture
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """torch.cuda's streams and events, faked; returns the log of what was asked of them."""
+    """torch.cuda's streams and events, faked; returns the log of their calls."""
     log: list[tuple[str, str, int]] = []
     monkeypatch.setattr(FakeStream, "log", log)
     current = FakeStream(name="current")
@@ -208,7 +208,7 @@ def raising(error: BaseException) -> Callable[[], int]:
     return work
 
 
-# --- what a job does
+# --- jobs
 
 
 @pytest.mark.parametrize("lane", Lane)
@@ -300,7 +300,7 @@ def test_compute(rig: Rig, transport: Transport):
 
 
 @pytest.mark.parametrize("lane", Lane)
-def test_a_copy_never_blocks_and_waits_for_what_is_before_it(rig: Rig, transport: Transport, lane: Lane):
+def test_a_copy_never_blocks_and_waits_for_earlier_jobs(rig: Rig, transport: Transport, lane: Lane):
     make_source, make_destination = rig.ends(lane)
     source, destination, gate = make_source(1), make_destination(0), Gate()
     event = transport.copy(lane, [Copy(source, destination)], after=[gate])
@@ -393,7 +393,7 @@ def test_the_wait_of_compute_is_in_its_times(rig: Rig, transport: Transport):
 
 @dataclass(frozen=True)
 class Failing:
-    """A job that fails, and what its failure names."""
+    """A job that fails, and the words in its error."""
 
     submit: Callable[[Rig, Transport, Sequence[Event]], TransferEvent]
     names: str
@@ -474,7 +474,7 @@ def test_a_refused_piece_leaves_the_others_alone(rig: Rig, transport: Transport,
 @pytest.mark.parametrize("lane", [Lane.FETCH, Lane.STORE, Lane.LOAD])
 @pytest.mark.parametrize("order", ["failure first", "failure last"])
 def test_a_job_that_fails_ends_after_all_that_it_waits_for(rig: Rig, transport: Transport, lane: Lane, order: str):
-    """A fence holds the last writer alone: were it done while an earlier reader is not, the next writer would race."""
+    """A fence holds the last writer alone. If it ended while an earlier reader goes on, the next writer would race."""
     gate = Gate()
     after = [failed_gate(), gate] if order == "failure first" else [gate, failed_gate()]
     make_source, make_destination = rig.ends(lane)
@@ -550,7 +550,7 @@ def test_close_with_a_failure_under_way(transport: Transport):
     failure(event, "the gate broke")
 
 
-def test_one_that_is_forgotten_leaves_no_threads(rig: Rig):
+def test_a_dropped_transport_leaves_no_threads(rig: Rig):
     transport = rig.make()
     end(transport.run(Lane.LOAD, nothing), transport.run(Lane.SAVE, nothing))
     assert len(lane_threads()) == 2
@@ -608,7 +608,7 @@ def test_two_thousand_jobs(rig: Rig, transport: Transport):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_is_told(rig: Rig, transport: Transport):
+def test_a_forked_child_gets_errors(rig: Rig, transport: Transport):
     gate, destination = Gate(), rig.on_device()
     pending = transport.run(Lane.LOAD, nothing, after=[gate])
     fetched = transport.copy(Lane.FETCH, [Copy(rig.host(1), destination)], after=[pending])
@@ -661,7 +661,7 @@ def said_by_child(speak: Callable[[], str]) -> list[str]:
         os.waitpid(child, 0)
 
 
-# --- what a CUDA device is asked to do, by what a faked one was
+# --- calls of a CUDA device, as a faked one gets them
 
 
 @pytest.fixture
@@ -705,7 +705,7 @@ def test_streams_wait_for_streams(on_fakes: Callable[..., CudaTransport], fake_c
 def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtained_on(
     on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Whoever had the memory before may still use it there. The stream waits, not the host."""
+    """Work on that stream may still use the memory. The copy's stream waits, not the host."""
     transport = on_fakes()
     monkeypatch.setattr(FakeMark, "query", lambda mark: False)  # the device lags behind
 
@@ -727,7 +727,7 @@ def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtaine
     assert copied == [("wait", mark) for mark in marks]
 
 
-def test_what_the_host_alone_sees_is_waited_for_by_a_thread(
+def test_a_thread_waits_for_jobs_that_the_host_alone_sees(
     on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
 ):
     transport, gate = on_fakes(), Gate()

@@ -134,7 +134,7 @@ def test_launches_are_counted_of_both_checkouts():
 
 
 @pytest.mark.slow
-def test_what_another_checkout_cannot_do_ends_with_its_reason(tmp_path: Path):
+def test_a_failure_in_another_checkout_ends_with_its_reason(tmp_path: Path):
     with pytest.raises(PeerError, match="another checkout"):
         Checkout(tmp_path)
     (tmp_path / "tiered").mkdir()
@@ -144,7 +144,7 @@ def test_what_another_checkout_cannot_do_ends_with_its_reason(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_another_checkout_goes_on_behind_what_it_cannot_do(tmp_path: Path):
+def test_another_checkout_goes_on_after_a_failed_call(tmp_path: Path):
     save_random(tmp_path, 64, 1, 16)
     with Checkout(BENCH.parent, tmp_path) as checkout:
         with pytest.raises(PeerError, match="polestarr"):
@@ -169,7 +169,7 @@ def launched(policy: str, kind: str, launches: float, **more: Any) -> dict[str, 
     return of | {"launches": launches, "reads": 5.0} | more
 
 
-def test_the_tables_have_what_was_before_what_is_missing_and_the_operations(call: Callable[..., dict[str, Any]]):
+def test_the_tables_have_earlier_figures_missing_points_and_operations(call: Callable[..., dict[str, Any]]):
     official = {"official": "polestar", "official_why": "no folder polestar"}
     times = {"kind": "update", "forwards": 2, "rows": 64.0}
     rows = [

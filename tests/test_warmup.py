@@ -1,4 +1,4 @@
-"""Kernels before the first call: a machine that cannot compile them is named before weights are read, and `tiered
+"""Kernels before the first call: if a machine cannot compile them, an error comes before weights are read. `tiered
 warmup` compiles them."""
 
 import json

@@ -65,7 +65,7 @@ def watched(runtime: Runtime, **options: Any) -> tuple[GenerationOutput, list[Fr
 def states_by_history(
     out: GenerationOutput, runtime: Runtime, length: int, spans: list[tuple[int, int]]
 ) -> list[list[list[TokenState]]]:
-    """What a masked answer's tokens were after each forward, from nothing but the tokens after each forward."""
+    """States of a masked answer's tokens after each forward, by the history of tokens alone."""
     assert out.history is not None
     mask, eos = runtime.model.mask_token_id, runtime.model.eos_token_id
     found = []

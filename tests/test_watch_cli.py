@@ -81,7 +81,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def left_behind(told: str) -> str:
-    """What the terminal shows at the end: the text behind the last time that the view began anew."""
+    """The text on the terminal at the end: all that came after the view began anew for the last time."""
     assert told.rindex(HIDE) < told.rindex(SHOW), "the cursor is there again"
     return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", told[max(told.rfind("\x1b[2K"), 0) :])
 

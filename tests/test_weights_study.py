@@ -22,7 +22,7 @@ COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 
 
 def rows_of(part: str, **sizes: list[int]) -> list[dict[str, Any]]:
-    """What the quick points of a part say, with other `sizes`."""
+    """Rows of the quick points of a part, with other `sizes`."""
     axes = dict(weights.AXES) | dict(weights.QUICK) | {"part": [part]} | sizes
     rows = []
     for point in points_of(weights, axes, COMMON):
@@ -31,7 +31,7 @@ def rows_of(part: str, **sizes: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_call_over_a_slow_link_is_told_beside_its_bounds():
+def test_a_call_over_a_slow_link_is_shown_beside_its_bounds():
     (row,) = rows = rows_of("stream")  # streamed layers answer as resident ones, or it raises
     assert row["resident_ms"] < row["bound_ms"] <= row["streamed_ms"] and row["synchronous_ms"] > row["copy_ms"] > 0
     assert 0 <= row["hidden_share"] <= 1 and row["forward_ratio"] == 1
@@ -49,7 +49,7 @@ def test_a_call_over_a_slow_link_is_told_beside_its_bounds():
         ([0.0, 4.0], 2.0, 1.0, 3.0, 1.0, 1.0),  # a forward without copies can hide none
     ],
 )
-def test_what_cannot_be_hidden_is_not_counted(
+def test_hidden_shares_are_of_time_that_can_be_hidden(
     copies: list[float], busy: float, exposed: float, streamed: float, hidden: float, over_bound: float
 ):
     way = WayStats(busy_ns=round(2e9 * busy), exposed_ns=round(2e9 * exposed))
@@ -85,7 +85,7 @@ def test_a_peak_is_seen_though_it_is_gone():
 
 @pytest.mark.long
 def test_the_peak_of_loading_is_that_of_another_process():
-    # Larger than what the process has freed by then, which a small model would fit in.
+    # Larger than the memory that the process has freed by then, in which a small model would fit.
     (row,) = rows = rows_of("load", width=[512])
     assert row["plan_bytes"] == row["device_bytes"] + row["host_bytes"] + row["largest_bytes"]
     assert row["peak_bytes"] > 0 and weights.last_line(rows)["load_peak_over_plan"] == round(row["peak_over_plan"], 3)
@@ -106,7 +106,7 @@ def test_a_uniform_model_sees_noise_that_is_no_mask():
     assert 0 < row["kl"] < 1e-2
 
 
-def test_what_is_no_value_of_an_axis_is_named():
+def test_a_bad_value_of_an_axis_is_named():
     for axes, why in (
         ({"part": ["streams"]}, "'streams'"),
         ({"link": ["PCIe 7"]}, "PCIe 7"),
@@ -120,7 +120,7 @@ def test_what_is_no_value_of_an_axis_is_named():
 
 
 def test_the_drops_that_a_warning_names_are_the_measured_ones():
-    """Of a code that nobody has measured it says nothing is lost; the codes that lose least come first."""
+    """A code without a measurement has a drop of 0. Codes with the smallest drops come first."""
     last = study_named("drops").last_line(read_rows(Path(__file__).parents[1] / "bench" / "results" / "drops")[0])
     measured = {code: max(0.0, last[f"exact_match_drop_weights_{code}"] or 0.0) for code in DROPS}
     assert measured == dict(DROPS) and list(DROPS.values()) == sorted(DROPS.values())

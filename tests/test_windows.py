@@ -1,5 +1,5 @@
-"""Layers with a sliding window: what rows see, against its definition and transformers' models with masks of their own;
-and the exact cache beside the uncached model."""
+"""Layers with a sliding window: rows see the columns of the definition, and logits are those of transformers' models
+with masks of their own. The exact cache equals the uncached model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +62,7 @@ def runtimes(random_model: Callable[..., DiffusionModel]) -> dict[str, Runtime]:
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("window", [None, 1, 4, 6, 50])
 @pytest.mark.parametrize("sight", WINDOWS)
-def test_what_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
+def test_columns_that_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
     # A canvas that ends within a block, spans that begin and end within blocks, and rows that are apart.
     length, block, shape = 21, 4, runtimes[sight].model.shape
     for clean in (0, 6, 12, length):

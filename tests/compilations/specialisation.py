@@ -1,4 +1,4 @@
-"""What CI compiles of the Triton kernels ahead of time, on a machine without a GPU."""
+"""Specialisations of the Triton kernels, which CI compiles ahead of time on a machine without a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
