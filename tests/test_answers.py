@@ -91,6 +91,7 @@ def test_rows_that_each_layer_adds_keep_what_a_frozen_prompt_loses():
     assert rows[3]["rows_per_forward"] < 1.3 * rows[1]["rows_per_forward"]
 
 
+@pytest.mark.long
 def test_a_prompt_that_is_frozen_loses_every_answer_of_a_fresh_task():
     """The few rows whose output moves at each commit keep them; those whose weights move do not."""
     settings = {"model": "embedded-fresh", "split": "validation", "call": {"max_new_tokens": 64, "block_length": 32}}
