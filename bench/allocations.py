@@ -1,4 +1,4 @@
-"""What torch allocates while something runs, counted operation by operation: on a CPU its allocator keeps no count."""
+"""Bytes that torch allocates, counted operation by operation: on a CPU, torch's allocator keeps no count."""
 
 import re
 import sys
@@ -29,13 +29,12 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[str, int]] = {}
 
     def held_by(self, *modules: str) -> int:
-        """Bytes now of storages that code of these modules (dotted names) asked for, or code that they called outside
-        the package."""
+        """Bytes held now, of storages that these modules (dotted names) made, or that other packages made for them."""
         return sum(self._by_module[module] for module in modules)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        # What comes out as a view of what went in, weights for one, was there before.
+        # A result may be a view of an argument, such as weights, whose storage is not new.
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
@@ -44,7 +43,7 @@ class Allocations(TorchDispatchMode):
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        module = self._alive[key][0] if key in self._alive else _asking_module()  # alive: what `out=` was given
+        module = self._alive[key][0] if key in self._alive else _asking_module()  # alive: a tensor given as `out=`
         self._freed(key)
         self._alive[key] = module, nbytes
         self._by_module[module] += nbytes
@@ -59,7 +58,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _asking_module() -> str:
-    """The module of ours that the operation under way was called from; "" for none."""
+    """The innermost module of `tiered` that called the operation under way; "" for none."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -70,8 +69,8 @@ def _asking_module() -> str:
 
 
 def resident_peak(restart: bool = False) -> int | None:
-    """Peak resident bytes of this process since the last restart; None where the system does not say. Raises `OSError`
-    where it does, but lets nobody restart it."""
+    """Peak resident bytes of this process since the last restart; None if the system keeps no peak. Raises `OSError` if
+    the system refuses a restart."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

@@ -1,6 +1,6 @@
 """The cards of `tiered plan` in README.md and docs/, made again where their command stands: `python bench/cards.py`.
 
-A card in a page keeps the lines that it has, by their labels, and "…" for those that it leaves out.
+A renewed card has the labels that it had before. "…" stands for lines that a card leaves out.
 """
 
 import re
@@ -36,7 +36,7 @@ def _card(arguments: str, shown: str) -> str:
 
 
 def pages() -> list[Path]:
-    """Those that may have cards."""
+    """Pages that may have cards."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

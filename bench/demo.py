@@ -1,9 +1,9 @@
-"""The main job in small: the embedded model answers checkable questions with `polestar`, beside others.
+"""The embedded model answers checkable questions with `polestar` and with other policies.
 
     python bench/demo.py [--rounds N] [--out FILE.json]
 
-A long-context lookup and a few list tasks, from the split that training never saw. Every answer is checked; every
-figure is of this run.
+Questions are long-context lookups and list tasks of the test split, which training never saw. Every answer is checked;
+every figure is of this run.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.checks import check_integer
 from tiered.core.whole_file import check_new_file
 
-# One token a forward, as the official samplers do it; and every token that is confident enough.
+# Policy and options by name: one token a forward, as in the official samplers, or every confident token.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "fast_dllm_dual": ("fast_dllm_dual", {}),
@@ -47,7 +47,7 @@ def answer(runtime: tiered.Runtime, examples: list[Example], options: dict[str, 
 
 
 def measure(runtime: tiered.Runtime, examples: list[Example], rounds: int) -> dict[str, dict[str, Any]]:
-    """By way: answers, whether each is right, and the figures; rounds of the ways alternate, rates are medians."""
+    """Answers by way, whether each is right, and figures. The ways take turns in each round; rates are medians."""
     figures: dict[str, dict[str, Any]] = {}
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for way, (policy, options) in list(WAYS.items()) * rounds:

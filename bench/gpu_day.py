@@ -1,15 +1,15 @@
-"""Everything that only a GPU can tell, in one run of nine minutes: is it right, is it fast, do the books agree.
+"""Checks and measurements that need a GPU, in one run of nine minutes: exactness, speed, and the books of memory.
 
     python bench/gpu_day.py                            # on a CUDA machine; writes bench/results/gpu/DEVICE.json
     python bench/gpu_day.py --parts kernels,floors --label after    # some parts alone: DEVICE-after.json
     python bench/gpu_day.py --rehearse --out FOLDER    # the same code at tiny sizes on the CPU, about a minute
     python bench/gpu_day.py --show FILE                # the summary of a file
 
-The parts of bench/studies/gpu_day.py run in order, each in processes of its own, so that a kernel that takes the device
-down, or never ends, costs one row; each has its share of the time, and what one leaves over the next may use. The file
-is written anew with every row, for a machine that is lent may be gone at any time; gpu_day.log beside it has what the
-processes said. Nothing is fetched from a network. docs/gpu.md says how to read it. The last line of stdout is JSON. The
-exit status is 1 where something failed, 2 for a command that cannot be followed, 130 after Ctrl-C.
+The parts of bench/studies/gpu_day.py run in order, each in processes of its own. So a kernel that takes the device
+down, or never ends, costs one row. Each part has its share of the time, and the next part may use the rest of it. The
+file is written anew with every row, because a lent machine may be gone at any time. gpu_day.log beside it has the
+output of the processes. Nothing is fetched from a network. docs/gpu.md says how to read the file. The last line of
+stdout is JSON. Exit status: 1 if something failed, 2 for a wrong command, 130 after Ctrl-C.
 """
 
 import argparse
@@ -54,8 +54,8 @@ _MOST_NAMED = 40  # rows that the last line names: only the end of a long output
 
 
 class Day:
-    """What was measured so far: `head`, what the rows rest on, the `rows`, and the file at `path`, which is whole at
-    any time. `broken`: why that is not up to date."""
+    """The `rows` of a day so far, and `head`, their origin. The file at `path` is whole at any time. `broken`: why the
+    file is not up to date; None if it is."""
 
     def __init__(self, head: dict[str, Any], rows: list[Row], path: Path | None = None) -> None:
         self.head, self.rows, self.path = head, rows, path
@@ -70,8 +70,8 @@ class Day:
         self.save()
 
     def save(self) -> None:
-        """Write the file anew, with a row a line, so that a difference between two days can be read. Where that fails
-        it is said once, and the next row tries again."""
+        """Write the file anew, a row a line, so that a difference between two days can be read. An error is printed
+        once, and the next row tries again."""
         if self.path is None:
             return
         lines = ",\n".join(f"  {json.dumps(row)}" for row in self.rows)
@@ -88,7 +88,7 @@ class Day:
                 self.path.with_name(f".{self.path.name}.part").unlink(missing_ok=True)
 
     def show(self) -> int:
-        """The summary, and the line for programs, which nothing keeps from coming; the exit status."""
+        """Print the summary and the line for programs, the latter even if a table fails. Returns the exit status."""
         failed = [f"{row['part']}: {row['case']}" for row in self.rows if row["status"] == "failed"]
         counts = {row["part"]: Counter[str]() for row in self.rows}
         for row in self.rows:
@@ -116,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = _checked(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    seconds, own = 60 * args.minutes, None  # what ended the run from within
+    seconds, own = 60 * args.minutes, None  # the error that ended the run
     head = {"study": "gpu_day", "rehearsal": args.rehearse} | ({"note": REHEARSAL} if args.rehearse else {})
     head |= {"device": None, "seconds": None, "stopped_by": None, "minutes": args.minutes, "seed": args.seed}
     day = Day(head | provenance(), [])
-    # Should this very process hang: its end is the end of all others, and the file is whole at any time.
+    # If this process hangs, its end is the end of all others, and the file is whole at any time.
     faulthandler.dump_traceback_later(max(began + seconds - time.monotonic(), 0.1), exit=True, file=2)
     try:
         with stop_wish() as wish, contextlib.suppress(KeyboardInterrupt):
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 measure(args, parts, day, end=began + seconds - min(_CLOSING, seconds / 10), stop=wish)
             except FileExistsError as error:
                 parser.error(str(error))
-            except Exception as error:  # what was measured before is worth the summary
+            except Exception as error:  # earlier rows are worth the summary
                 traceback.print_exc()
                 own = f"{type(error).__name__} in gpu_day.py"
         stopped_by = own if wish.signal is None else signal.Signals(wish.signal).name
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, parts: Sequence[str], day: Day, *, end: float, stop: Callable[[], bool]) -> None:
-    """All `parts`, each with its share of the time until `end`, and what those before it have left over.
+    """Measure `parts`, each with its share of the time until `end` and the rest of the shares before it.
 
     Raises:
         FileExistsError: the file of this device is there and must not be written over.
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, parts: Sequence[str], day: Day, *, end: fl
     axes = {"part": parts, "size": ["tiny" if args.rehearse else "full"]}
     points = points_of(study, axes, common)
     command = WORKER if args.worker is None else shlex.split(args.worker)
-    if args.rehearse:  # no time of it counts, and on busy cores threads that spin while they wait take far longer
+    if args.rehearse:  # its times do not count, and on busy cores threads that spin while they wait take far longer
         command = ("env", "OMP_WAIT_POLICY=passive", *command)
     due = time.monotonic()
     scale = (end - due) / sum(PARTS[name].seconds for name in parts)
@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, parts: Sequence[str], day: Day, *, end: fl
             due += scale * PARTS[name].seconds
             left = [Job(point) for point in points if point.settings["part"] == name]
             stem = day.path and str(day.path.with_suffix(""))
-            # With time to spare a case may take longer; with less, the part's end comes first.
+            # With more time than the parts need, a case may take longer; with less, the part's end comes first.
             limits = {"timeout": PARTS[name].case_seconds * max(1.0, scale), "limit": due - time.monotonic()}
             group = run_group(tuple(left), log=log, local={"stem": stem}, stop=stop, command=command, **limits)
             with closing(group):
@@ -193,8 +193,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(args: argparse.Namespace) -> list[str]:
-    """The parts that were asked for, in their order, the machine always first; fills in the folder. Raises `ValueError`
-    with what is wrong."""
+    """The parts that `args` asks for, in the order of `PARTS`, always with "machine". Fills in `args.out`. Raises
+    `ValueError` for wrong flags."""
     if not args.rehearse and not torch.cuda.is_available():
         raise ValueError("there is no CUDA device here; --rehearse --out FOLDER goes through the same code on the CPU")
     if args.rehearse and args.out is None:
@@ -217,7 +217,7 @@ def _checked(args: argparse.Namespace) -> list[str]:
 
 
 def _path(args: argparse.Namespace, device: str | None) -> Path:
-    """Of the file of `device`: `nvidia-h100-80gb-hbm3-LABEL.json`."""
+    """The path of the file of `device`, such as `nvidia-h100-80gb-hbm3-LABEL.json`."""
     name = "unknown-device" if device is None else re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
     path = args.out / f"{name}{'-' if args.label else ''}{args.label}.json"
     if path.exists() and device is not None and not args.replace:
@@ -226,7 +226,7 @@ def _path(args: argparse.Namespace, device: str | None) -> Path:
 
 
 def _log(folder: Path) -> IO[bytes]:
-    """For what the processes say, without a buffer; one that nobody sees, where the folder takes none."""
+    """An unbuffered file for the output of the processes; a temporary one if the folder cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return (folder / "gpu_day.log").open("a+b", buffering=0)
@@ -235,7 +235,7 @@ def _log(folder: Path) -> IO[bytes]:
 
 
 def _shown(args: argparse.Namespace) -> Day:
-    """The day of a file. Raises `ValueError` where it is none."""
+    """The day of the file `args.show`. Raises `ValueError` if the file has none."""
     saved = json.loads(args.show.read_text(encoding="utf-8"))
     if not isinstance(saved, dict) or saved.get("study") != "gpu_day":
         raise ValueError(f"--show {args.show}; a file of a GPU day is allowed")

@@ -47,7 +47,7 @@ def write_tasks(
         folder: made if it is missing.
         tasks: names in `training.tasks.TASKS`.
         examples: number of examples of each task: `sample(task, "test", seed)` and the seeds behind it.
-        seed: of the first example.
+        seed: seed of the first example.
         size: size of every example, in the task's unit; None for sizes drawn within its bounds.
         max_gen_toks: tokens of an answer.
 
@@ -91,7 +91,7 @@ def _task_file(name: str, rows: Path, max_gen_toks: int) -> str:
         "num_fewshot": 0,
         "metadata": {"version": 1.0},
     }
-    # JSON is YAML, but for the one tag.
+    # JSON is YAML; the tag is the one line that is not JSON.
     return "process_results: !function metric.process_results\n" + "".join(
         f"{key}: {json.dumps(value)}\n" for key, value in settings.items()
     )

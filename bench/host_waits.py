@@ -1,11 +1,10 @@
-"""Where the host waited for the device: code lines, from what torch flags as synchronizing.
+"""Lines of code at which the host waited for the device.
 
-In its debug mode (`torch.cuda.set_sync_debug_mode`) torch warns, from the line of Python that called it, at every copy
-between host and device that blocks, and at every wait for a stream: `.item()`, `.tolist()`, `.cpu()`, `torch.tensor`
-with a device, indices of which only the device knows how many there are. Waits for an event or for the whole device are
-not flagged, so those are counted at the call. What nobody sees: calls of the CUDA runtime that block for reasons of
-their own, as some allocations do, copies of pageable memory that were asked not to block, and other libraries. Those
-are in a profiler's trace.
+In its debug mode (`torch.cuda.set_sync_debug_mode`) torch warns at every blocking copy between host and device, and at
+every wait for a stream. Such calls are `.item()`, `.tolist()`, `.cpu()`, `torch.tensor` with a device, and indices
+whose number only the device knows. torch does not flag waits for an event or for the whole device: their calls are
+counted. Not counted are waits of other libraries, and some of the CUDA runtime: allocations may block, and so may
+non-blocking copies of pageable memory. A profiler's trace shows them.
 """
 
 import sys
@@ -33,9 +32,9 @@ class HostWait:
     """One kind of wait.
 
     Attributes:
-        line: "tiered/forward/forward.py:120", the innermost line that is neither torch's nor this module's.
-        what: "flagged" by torch, "event" or "device".
-        at: what the caller said it was at.
+        line: the innermost line that is neither torch's nor this module's, such as "tiered/forward/forward.py:120".
+        what: kind of wait: "flagged" by torch, "event" or "device".
+        at: name of the work under way, from the caller.
     """
 
     line: str
@@ -45,11 +44,11 @@ class HostWait:
 
 @contextmanager
 def host_waits(at: Callable[[], str] = str) -> Iterator[Counter[HostWait]]:
-    """Count the waits of this thread as long as the block lasts; other threads are there to wait. The debug mode is as
-    it was afterwards. On a machine without CUDA nothing is counted.
+    """Count the waits of this thread while the block lasts; other threads are there to wait. The debug mode is restored
+    afterwards. On a machine without CUDA nothing is counted.
 
     Args:
-        at: what is being done, asked at every wait.
+        at: gives the name of the work under way; called at every wait.
     """
     found: Counter[HostWait] = Counter()
     thread = threading.get_ident()
@@ -75,7 +74,7 @@ def _flags(count: Callable[[str], None]) -> Iterator[None]:
             else:
                 show(message, *args, **kwargs)
 
-        # Else a line counts once.
+        # By default, a line warns once.
         warnings.filterwarnings("always", message=FLAGGED)
         warnings.showwarning = seen
         if mode is not None:
@@ -105,7 +104,7 @@ def _counted(owner: Any, what: str, count: Callable[[str], None]) -> Iterator[No
 
 
 def _line(frame: FrameType | None) -> str:
-    """Where `frame` or what called it is at, the first that is in code of interest."""
+    """File and line of the innermost frame from `frame` on that is neither torch's nor this module's; "?" for none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file not in (_HERE, warnings.__file__) and not file.startswith((_TORCH, "<frozen")):

@@ -72,7 +72,7 @@ def parser_of(study: ModuleType) -> argparse.ArgumentParser:
 
 
 def plan(study: ModuleType, args: argparse.Namespace) -> tuple[list[Point], dict[str, Any]]:
-    """The points, and what their processes are told beside their settings. Raises `ValueError` with what is wrong."""
+    """The points, and keywords of the study's `measure` from this machine. Raises `ValueError` for wrong flags."""
     for name, least in (("runs", 1), ("threads", 1), ("seed", 0)):
         if name not in study.AXES and getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}; a whole number from {least} is allowed")
@@ -96,7 +96,7 @@ def measure(
     console: Console,
     guess: Guess | None,
 ) -> int:
-    """Measure what is missing and write the table; the signal that ended it early, or 0. `guess`: see `Expected`."""
+    """Measure missing points and write the table. Returns the signal that ended it, or 0. `guess`: see `Expected`."""
     known = store.unfinished if not (args.keep or args.retry) else store.finished | store.unfinished
     jobs = [Job(point, run) for run in range(args.runs) for point in points]
     left = [job for job in jobs if job.name not in known or (args.retry and worst(known[job.name]) == "failed")]
@@ -145,7 +145,7 @@ def summary(args: argparse.Namespace, points: Sequence[Point], store: Store) -> 
 
 
 def show(study: ModuleType, args: argparse.Namespace) -> dict[str, Any]:
-    """Print the tables, and put them into a page; for the last line, what was read and the study's figures."""
+    """Print the tables, and put them into a page. Returns counts and the study's numbers, for the last line."""
     rows, about = read_rows(args.out)
     tables = study.tables(rows)
     for mark, text in tables.items():
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry_run(args: argparse.Namespace, points: Sequence[Point], console: Console, guess: Guess | None) -> dict[str, Any]:
-    """The points, and the time that they will take as far as anything was measured, or is guessed."""
+    """Print the points, and the time that they will take by measurements so far, or by `guess`."""
     store, shared = Store(args.out, points), _shared(points)
     for point in points:
         console.print(words(point.settings, without=shared) or point.key, **PLAIN)
@@ -222,7 +222,7 @@ def _shared(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def worst(rows: Sequence[dict[str, Any]]) -> str:
-    """Of a measurement's rows: "failed" (its process died, or raised), "refused" (the library said no), or "ok"."""
+    """The worst status of a measurement: "failed" (its process died or raised), "refused" (by the library), or "ok"."""
     return next((status for status in ("failed", "refused") if any(row["status"] == status for row in rows)), "ok")
 
 

@@ -1,11 +1,11 @@
-"""The report: one offline page of what bench/measure.py has measured, and the same as Markdown with images.
+"""The report: one offline page of the figures of bench/measure.py, and the same page as Markdown with images.
 
     python bench/report.py                             # of bench/results, into bench/results/report
     python bench/report.py --results DIR --out DIR
 
 Writes report.html, which needs no network and no other file, report.md for pull requests, and PNG and SVG of the main
-figures. A study that is missing is a gap that the page names; points that were refused or failed are counted, with the
-reason. Measures nothing. The last line is JSON: files, figures, gaps.
+figures. The page names a missing study as a gap. It counts points that were refused or failed, with the reason.
+Measures nothing. The last line is JSON: files, figures, gaps.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PICTURES = (  # in the order of the page
     Picture("operations", "Operations by policy", operations, ["ops"]),
     Picture("throughput", "Tokens a second by context", throughput, ["throughput"]),
 )
-MAIN = ("fastest", "pareto", "right_by_rows", "accuracy", "bytes_over_steps")  # those that other pages show
+MAIN = ("fastest", "pareto", "right_by_rows", "accuracy", "bytes_over_steps")  # pictures that other pages show
 
 
 def main(argv: Sequence[str] | None = None) -> None:

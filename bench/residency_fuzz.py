@@ -1,9 +1,9 @@
 """Random schedules of uses, patches and moves of records under random delays, each answer compared bit for bit.
 
-A schedule runs on threads that imitate CUDA streams, or on the streams of a CUDA device, with few slots so that each is
-used again all the time. Records have parts, which lie in another order in their homes. All that compute does with a
-slot is a job of the transport, in the order of the calls, as kernels are on a stream. A schedule proves no more than it
-would find: `without` gives the same tiers with one wait left out, and a corruption must show.
+A schedule runs on threads that imitate CUDA streams, or on the streams of a CUDA device. Its few slots are used again
+all the time. Records have parts, which lie in another order in their homes. Each operation of compute on a slot is a
+job of the transport, in the order of the calls, as kernels are on a stream. `without` proves that schedules find
+faults: it leaves one kind of wait out, and an outcome must be corrupt.
 """
 
 import random
@@ -39,7 +39,7 @@ RECORD, ROOM = PARTS * PART_BYTES, 8192
 
 @dataclass(slots=True)
 class Outcome:
-    """What one schedule came to: answers compared, those that were wrong, and errors that no schedule should meet."""
+    """Counts of one schedule: answers compared, wrong ones among them; and errors, of which there should be none."""
 
     answers: int = 0
     wrong: int = 0
@@ -47,12 +47,12 @@ class Outcome:
 
     @property
     def corrupt(self) -> bool:
-        """Whether an answer was wrong, or a copy failed."""
+        """True if an answer was wrong, or a copy failed."""
         return bool(self.wrong or self.errors)
 
 
 def without(region: Region, access: str) -> type[Traffic]:
-    """Traffic that leaves one kind of wait out: `access` is `"read"` or `"write"`, of `region`."""
+    """Traffic that leaves out the waits for one `access`, `"read"` or `"write"`, to `region`."""
 
     class Faulty(Traffic):
         def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
@@ -73,8 +73,8 @@ class Delays:
         self.slowest: dict[object, float] = {lane: draw.choice([0.0, 3e-4, 3e-3]) for lane in (*Lane, None)}
 
     def transport(self, asynchronous: bool, *, compute_thread: bool = True) -> Transport:
-        """What carries copies; with delays if it is `asynchronous`. Without a `compute_thread`, compute waits and works
-        in the caller's thread; CUDA has streams."""
+        """A transport, with delays if it is `asynchronous`. Without a `compute_thread`, compute waits and works in the
+        caller's thread; CUDA has streams."""
         delay = self.delay if asynchronous else None
         if self.device.type != "cuda":
             return SimulatedThreads(compute_thread=asynchronous and compute_thread, delay=delay)
@@ -84,7 +84,7 @@ class Delays:
         """Seconds to sleep at `point`."""
         slowest = self.slowest[lane]
         seconds = self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
-        # At these points the current stream is the one that the job goes on.
+        # At these points the job's stream is the current one.
         on_stream = (point, lane) in ((Point.COPY, Lane.FETCH), (Point.COPY, Lane.STORE), (Point.SUBMIT, None))
         if self.device.type == "cuda" and on_stream and seconds and self.noise.random() < 0.5:
             stand_still(self.device, seconds)
@@ -115,7 +115,7 @@ class Shuffled:
 
 @dataclass
 class _Record:
-    """`bytes`: as they should be; `known`: those that were ever written; `layout`: of the record."""
+    """`bytes`: bytes that the record should have; `known`: which of them were ever written; `layout`: its layout."""
 
     bytes: Tensor
     known: Tensor

@@ -1,4 +1,4 @@
-"""Rows encoded and decoded on the spot: what comes back from a tier, bit for bit."""
+"""Rows encoded and decoded on the spot, bit for bit as a tier gives them back."""
 
 import torch
 from torch import Tensor

@@ -23,7 +23,7 @@ from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 
 
 class Point(StrEnum):
-    """The moment before which a job is held up."""
+    """A moment before which a job may be held up."""
 
     SUBMIT = "submit"  # the job is handed over, in the caller's thread
     WAIT = "wait"  # the job waits for one event of its `after`
@@ -36,7 +36,7 @@ Delay = Callable[[Point, Lane | None], float]
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """One direction.
+    """The speed of one direction of a link.
 
     Attributes:
         bandwidth: bytes a second.
@@ -70,11 +70,11 @@ class Link:
     save: LinkSpeed = LinkSpeed()
 
     def least_end(self, lane: Lane, began: float, nbytes: int, pieces: int = 1) -> float:
-        """When a job that began at `began` may end, by `time.monotonic`."""
+        """The earliest end of a job that began at `began`, by `time.monotonic`."""
         return began + getattr(self, lane.value).seconds(nbytes, pieces)
 
     def carrying(self, lane: Lane, nbytes: int) -> AbstractContextManager[None]:
-        """Around the copy of a piece. Here nothing: a job's time is kept at its end."""
+        """A context around the copy of a piece. It does nothing here: a job takes its time at its end."""
         return nullcontext()
 
 
@@ -111,7 +111,7 @@ class SharedLink(Link):
 
     @contextmanager
     def carrying(self, lane: Lane, nbytes: int) -> Iterator[None]:
-        """Around the copy of a piece: its turn, which lasts as long as the link takes."""
+        """A context around the copy of a piece: the piece's turn, which lasts as long as the link takes."""
         with self.engines[lane].turn():
             began = time.monotonic()
             yield
@@ -119,7 +119,7 @@ class SharedLink(Link):
 
 
 class _Simulated(LaneTransport):
-    """In front of a transport among the base classes."""
+    """A mixin that comes before a transport among the base classes."""
 
     def __init__(self, *given: Any, link: Link | None = None, delay: Delay | None = None, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -183,7 +183,7 @@ class SimulatedThreads(_Simulated, ThreadTransport):
 
 
 class SimulatedCuda(_Simulated, CudaTransport):
-    """A `CudaTransport` that `delay` holds up: the host's part of its work."""
+    """A `CudaTransport` over `link`. `delay` holds up the host's part of its work."""
 
     def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
         self.hold_up(Point.SUBMIT, None)

@@ -33,7 +33,7 @@ def commands() -> str:
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for name, command in subparsers.choices.items():
         if isinstance(command, CommandParser) and command.late is not None:
-            command.late(command)  # flags that a command enters once it is asked for
+            command.late(command)  # flags that a command adds when it is asked for
         parts.append(f"## tiered {name}\n\n{' '.join((command.description or '').split())}\n")
         for group in command._action_groups:
             rows = [
@@ -85,7 +85,7 @@ def _options(cls: type, defaults: Mapping[str, Any], but: Iterable[str] = ()) ->
 
 
 def metrics() -> str:
-    """What `/metrics` of the server has, from a server's registry."""
+    """The metrics of `/metrics`, from a server's registry."""
     with tiered.from_pretrained("embedded", memory="64MiB") as runtime:
         found = list(registry_of(Scheduler(runtime)).collect())
     rows = [
@@ -111,7 +111,7 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
-# By its name on the site, what makes the text of a page.
+# Functions that make the text of a page, by its name on the site.
 PAGES: Mapping[str, Callable[[], str]] = {
     "reference/cli.md": commands,
     "reference/options.md": options,
@@ -121,10 +121,10 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def turned(text: str, folder: Path, source: Path) -> str:
-    """`text` with its links as the site needs them. `folder`: of the page in the site; `source`: the file.
+    """`text` with its links as the site needs them. `folder`: folder of the page on the site; `source`: its file.
 
-    Pages of docs/ and of the root stay links, pictures elsewhere come along (`pictures_of`), and of what is in the
-    repository alone the name is left.
+    Links to pages of docs/ and of the root stay links. Pictures elsewhere come along (`pictures_of`). A link to another
+    file of the repository becomes its words.
     """
 
     def replace(found: re.Match[str]) -> str:

@@ -13,7 +13,7 @@ from tiered.tiers.stored_rows import StoredCluster
 
 
 def clusters_of(sizes: Sequence[int]) -> list[StoredCluster]:
-    """Clusters with so many rows each, one behind the other."""
+    """Clusters of `sizes` rows, one behind the other."""
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [StoredCluster(0, number, slice(end - size, end)) for number, (size, end) in enumerate(ends)]
 
@@ -27,7 +27,7 @@ def host_bytes(
     record_rows: int = RECORD_ROWS,
     slots: int = MOST_SLOTS,
 ) -> RecordBytes:
-    """What layers of as many rows as `rows` [rows, width] take, in host memory."""
+    """Bytes in host memory of `layers` layers, each with as many rows as `rows` [rows, width]."""
     width, element = rows.shape[1], rows.element_size()
     return RecordBytes(
         tier=Tier.HOST,

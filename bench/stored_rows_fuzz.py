@@ -1,7 +1,7 @@
 """Random stores and reads of clusters under random delays, each answer compared bit for bit.
 
 A schedule is as in `residency_fuzz`, with few slots and small records. Its oracle encodes and decodes the rows of each
-cluster on the spot. Rows are encoded and decoded in the caller's thread, so compute waits there.
+cluster on the spot. The caller's thread encodes and decodes rows, so compute waits there.
 """
 
 import random
@@ -50,7 +50,7 @@ class _Schedule:
             self.tiers = Tiers(Ledger(MemoryBudget()), device=device, transport=transport)
         self.stored = StoredRows(self.tiers, needed, REGIONS)
         self.clusters = [_cut(self.draw, region) for region in range(REGIONS)]
-        self.expected: dict[Key, Tensor] = {}  # what is stored
+        self.expected: dict[Key, Tensor] = {}  # rows that are stored
 
     def run(self, steps: int) -> Outcome:
         operations = [*[self.store, self.read] * 3, self.send, self.send, self.recall]
@@ -78,7 +78,7 @@ class _Schedule:
         for one, part, centroid in zip(clusters, rows.split(sizes), centroids, strict=True):
             self.expected[layer, one.region, one.cluster] = round_trip(part, self.codec, centroid)
         self.stored.store(layer, clusters, rows, centroids)
-        for given in (rows, centroids):  # the caller's again
+        for given in (rows, centroids):  # the caller may overwrite them again
             given.fill_(torch.nan)
 
     def pick(self, layer: int) -> list[StoredCluster]:

@@ -7,8 +7,8 @@
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
     python bench/train_embedded.py --config embedded-blocks --start embedded --out runs/blocks    # that sees blocks
 
-What is trained and how is in `training` and docs/embedded-training.md. A run uses `--workers` cores, one for
-each batch of a step. It validates on the validation split alone.
+`training` and docs/embedded-training.md describe the training. A run uses `--workers` cores, one for each batch of a
+step. It validates on the validation split alone.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from training.trainer import Trainer
 import tiered
 from tiered.models.locate import read_config
 
-# Of glibc's mallopt: free memory kept at the top of the heap; allocations by mmap; heaps.
+# Parameters of glibc's mallopt: bytes kept free at the top of the heap; allocations by mmap; arenas.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 def keep_pages() -> None:
-    """Let the allocator keep what a step frees: tens of megabytes come and go at every step.
+    """Let the allocator keep memory that a step frees: tens of megabytes come and go at every step.
 
-    One arena for all threads, since the heaps of the others are given back whatever is set.
+    All threads share one arena, because heaps of other arenas are given back whatever is set.
     """
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_ARENA_MAX, 1)
@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
         default="embedded",
         help="an embedded model, or the path of another config.json of LLaDA, GIDD or SDAR",
     )
-    # The optimizers' matrices are small: where other processes run, two threads wait for each other most of the time.
+    # The optimizers' matrices are small: if other processes run, two threads wait for each other most of the time.
     parser.add_argument("--threads", type=int, default=1, help="of everything but the batches of a step")
     for setting in fields(Settings):
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=int, default=setting.default)

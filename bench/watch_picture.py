@@ -24,9 +24,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "watch.svg"
 PROMPT = "sort: Nora Ben Ivan Cleo Hana Uma Tara Max Eva Pia Lena Gus"
 MEMORY = "5MiB"  # the weights alone are 7.2 MiB
 CALL: dict[str, Any] = {"max_new_tokens": 16, "block_length": 8}
-CELLS, CELL, LINE = 76, 9.0, 24  # of a line; pixels of a cell's width and of a line's height
-SIDE, SECONDS = 350, 0.9  # pixels for captions; of a frame
-# By the first word of a line, or by its number.
+CELLS, CELL, LINE = 76, 9.0, 24  # cells of a line; pixels of a cell's width and of a line's height
+SIDE, SECONDS = 350, 0.9  # pixels for captions; seconds of a frame
+# Captions by the first word of a line, or by the line's number.
 CAPTIONS = {
     "0": "model, policy, step, block",
     "1": "the prompt",
@@ -39,7 +39,7 @@ CAPTIONS = {
 
 
 def frames_of() -> tuple[list[Frame], Painter]:
-    """Every frame of the call, and what draws them."""
+    """Every frame of the call, and the painter that draws them."""
     frames: list[Frame] = []
     with tiered.from_pretrained("embedded", policy="polestar", memory=MEMORY, update_threshold=2) as runtime:
         assert runtime.tokenizer is not None
@@ -77,7 +77,7 @@ def picture() -> str:
     shown = [list(painter.picture(frame, CELLS).split("\n")) for frame in frames]
     for lines in shown:
         lines[0].truncate(lines[0].plain.index("block") + len("block 1/2"))
-        del lines[1]  # like what is cut, rates of the machine
+        del lines[1]  # rates of the machine, as the end of the first line
     width, height = 40 + CELLS * CELL + SIDE, max(map(len, shown)) * LINE + 30
     last, each = len(shown) - 1, 100 / len(shown)
     styles = [

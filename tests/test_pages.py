@@ -48,7 +48,7 @@ PARSED = {"tiered serve embedded --port 8000": "it serves until a signal comes; 
 LONGEST = 30
 LONG = {"docs/embedded-model.md": 10, "docs/polestar.md": 3}
 PERSONS = {"docs/embedded-model.md": 2}  # they are persons
-ROOMS = ["api", *sorted(f.name for f in (ROOT / "tiered").iterdir() if f.is_dir() and "__" not in f.name)]
+ROOMS = ["api", "bench", *sorted(f.name for f in (ROOT / "tiered").iterdir() if f.is_dir() and "__" not in f.name)]
 BANNED = r"^(?:[\w*, ]+: )?(?:what|whoever|who|those|where)\b(?!:)|\b(?:hangs? on|but for|told|hears?)\b|\bNone:"
 # Modules whose names the samples of a page use without importing them, and code that runs after its samples.
 MODULES = {
@@ -220,8 +220,8 @@ def test_sentences_are_short_and_no_object_is_a_person(page: str):
 
 def docstrings(room: str) -> Iterator[str]:
     """Docstrings as text of a page: without indented examples, and with a paragraph for each argument."""
-    files = (ROOT / "tiered").glob("*.py") if room == "api" else (ROOT / "tiered" / room).rglob("*.py")
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
+    pattern = {"api": "tiered/*.py", "bench": "bench/**/*.py"}.get(room, f"tiered/{room}/**/*.py")
+    for node in (node for file in ROOT.glob(pattern) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = re.sub(r"\n\n(?: +[^\n]*\n?)+", "\n\n", ast.get_docstring(node) or "")
             yield re.sub(r"\n +", "\n", re.sub(r"\n +(?=[\w*][\w*, ]*: )", "\n\n", text))

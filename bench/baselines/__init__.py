@@ -1,1 +1,1 @@
-"""What people would use without this library: transformers' own model and caches, with the official samplers' loop."""
+"""Peers of this library: transformers' own model and caches, with the official samplers' loop, and official code."""

@@ -1,4 +1,4 @@
-"""A process that is asked: a request is a line of JSON on its stdin, the answer a line on its stdout."""
+"""A process that answers requests: a request is a line of JSON on its stdin, the answer a line on its stdout."""
 
 import json
 import os
@@ -8,21 +8,21 @@ from typing import Any, Self
 
 
 class PeerError(Exception):
-    """What was asked has failed, or its process has ended."""
+    """A request has failed, or its process has ended."""
 
 
 class Asked:
     """A process that answers one request at a time and idles in between; ends with the `with`.
 
     Attributes:
-        about: what it says of itself when it is ready.
+        about: the first line of its stdout, which comes when it is ready.
     """
 
     def __init__(self, command: Sequence[str], *, threads: int, environment: Mapping[str, str]) -> None:
-        """Waits until it is ready. `threads`: of torch, and of the libraries that ask OpenMP. Raises `PeerError`."""
+        """Wait until it is ready. `threads`: threads of torch and of libraries with OpenMP. Raises `PeerError`."""
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        # OpenMP reads its number when torch is loaded. The process is of the family of whoever measures, and ends with
-        # it; or with its stdin.
+        # OpenMP reads its number when torch is loaded. The process inherits the mark of the measuring process, and ends
+        # with it, or with its stdin.
         own = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
         try:
             self._process = subprocess.Popen(command, env=own, **pipes)
@@ -39,7 +39,7 @@ class Asked:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process's id."""
         return self._process.pid
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,8 @@
 """The weights of a LLaDA in transformers' `LlamaForCausalLM`, asked without its causal mask.
 
-LLaDA is Llama's architecture in which every row attends to every row. transformers calls that a decoder used as an
-encoder: `is_causal=False` in the call of the model turns both the mask that it makes and the flag of the attention
-kernel. A version that takes the argument and goes on masking would answer badly and fast, so the model is asked first.
+LLaDA is Llama's architecture in which every row attends to every row. With `is_causal=False` in the call of a model,
+transformers changes both its mask and the flag of the attention kernel. A version that takes the argument and goes on
+masking would answer badly and fast, so `llama_of` checks it first.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def llama_of(model: object) -> LlamaForCausalLM:
 
     Raises:
         ValueError: `model` is no LLaDA.
-        RuntimeError: this version of transformers masks what is ahead all the same.
+        RuntimeError: this version of transformers masks columns ahead all the same.
     """
     if not isinstance(model, LLaDA):
         raise ValueError(f"transformers has no {type(model).__name__}: its Llama computes what LLaDA does alone")
@@ -59,7 +59,7 @@ def llama_of(model: object) -> LlamaForCausalLM:
     if config.head_tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     llama.load_state_dict(weights, assign=True)
-    # The weights bring their device with them; what Llama computes from its config (RoPE) follows.
+    # The weights are on their device already; tensors that Llama computes from its config (RoPE) follow.
     llama.model.rotary_emb.to(device=model.wte.weight.device)
     llama.requires_grad_(False).eval()
     if not sees_ahead(llama):
@@ -80,12 +80,12 @@ def forward(
     """Logits [batch, outputs, vocab] of a bidirectional pass, in the model's dtype.
 
     Args:
-        ids: [batch, rows], behind what `cache` holds.
-        mask: [batch, columns], 0 at padding, cached columns first; None: there is none.
+        ids: [batch, rows], behind the columns of `cache`.
+        mask: [batch, columns], 0 at padding, cached columns first; None for no padding.
         positions: [batch or 1, rows] of RoPE.
         output: [outputs], the rows whose logits are wanted.
-        cache: grows by the rows' keys and values; None: nothing is kept.
-        **options: in place of what is passed by default.
+        cache: grows by the rows' keys and values; None to keep nothing.
+        **options: arguments of the model that replace those passed here.
     """
     given: dict[str, Any] = {"is_causal": False, "use_cache": cache is not None, "past_key_values": cache}
     out = llama(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=output, **(given | options))
@@ -94,7 +94,7 @@ def forward(
 
 @torch.no_grad()
 def sees_ahead(llama: LlamaForCausalLM, **options: Any) -> bool:
-    """Whether another last token changes what the first row says; `options` as in `forward`."""
+    """True if another last token changes the first row's logits; `options` as in `forward`."""
     device = llama.lm_head.weight.device
     ids, positions = torch.tensor([[0, 1, 1], [0, 1, 2]], device=device), torch.arange(3, device=device)[None]
     first = forward(llama, ids, mask=None, positions=positions, output=positions[0, :1], **options)

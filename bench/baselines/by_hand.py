@@ -1,9 +1,9 @@
 """The official block-wise sampler as people write it by hand, around any function that gives logits.
 
-LLaDA's schedule (arXiv 2502.09992, algorithm 5) with one token a step, or Fast-dLLM's confidence threshold
-(arXiv 2505.22618, section 3.3): argmax tokens, confidence by softmax in float64, the best one always committed. Two
-things are as here and not as there, so that the same work is timed: the mask token is never proposed, and a sequence
-whose answer has ended leaves at the end of its block.
+It has LLaDA's schedule (arXiv 2502.09992, algorithm 5) with one token a step, or Fast-dLLM's confidence threshold
+(arXiv 2505.22618, section 3.3). Tokens are by argmax, confidence is by softmax in float64, and the best token is always
+committed. Two things are as in this library, so that the same work is timed. The mask token is never proposed, and an
+ended sequence leaves at the end of its block.
 """
 
 import time
@@ -20,12 +20,12 @@ Logits = Callable[[Tensor, Tensor, int, int, bool], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class GenerationState:
-    """What came out."""
+    """The answers of `denoise`, and its forwards."""
 
     answers: Tensor  # [batch, answer] ids; padding behind an end-of-sequence token
-    forwards: list[int]  # that each sequence took part in
-    seconds: list[float] = field(default_factory=list)  # of every forward with its commit
-    first_block: int = 0  # forwards of it
+    forwards: list[int]  # forwards of each sequence
+    seconds: list[float] = field(default_factory=list)  # seconds of every forward with its commit
+    first_block: int = 0  # forwards of the first block
 
 
 def denoise(
@@ -41,7 +41,7 @@ def denoise(
     watch: Callable[[], object] = lambda: None,
 ) -> GenerationState:
     """Answer `prompts` [batch, columns], padded on the left, with `answer` tokens in blocks of `block`. `threshold`:
-    commit every token at least as confident; None: one a step. `watch` is called behind every forward, untimed."""
+    least confidence of a commit; None for one token a step. `watch` is called behind every forward, untimed."""
     batch, width = prompts.shape
     canvas = torch.cat([prompts, prompts.new_full((batch, answer), mask_token)], dim=1)
     done = GenerationState(answers=canvas[:, width:].clone(), forwards=[0] * batch)
@@ -74,7 +74,7 @@ def denoise(
 
 
 def commit(found: Tensor, is_open: Tensor, threshold: float | None, mask_token: int) -> tuple[Tensor, Tensor]:
-    """Where to commit now, among `is_open` [batch, block], and which tokens, by `found` [batch, block, vocab]."""
+    """The columns to commit now, of `is_open` [batch, block], and tokens, by logits `found` [batch, block, vocab]."""
     shares = found.double().softmax(dim=-1)
     shares[..., mask_token] = -1.0
     confidence, tokens = shares.max(dim=-1)

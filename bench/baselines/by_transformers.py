@@ -1,7 +1,7 @@
-"""A model in transformers' hands, with `generate` as the runtime has it, so that both are asked and timed alike.
+"""A model of transformers with the runtime's `generate`, so that both are asked and timed alike.
 
-The figures of bytes are counted, not booked: weights and cached tensors by their storages, after each forward, without
-activations, logits and what a cache puts together while a layer runs.
+Bytes are counted, not booked: the storages of weights and cached tensors, after each forward. Activations, logits and
+tensors that a cache puts together while a layer runs do not count.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ class ByTransformers:
         """`options`: a value of `matches.TRANSFORMERS`.
 
         Raises:
-            ValueError: transformers cannot do it here; the message says why, or what to install. Found by doing it: a
-                short prompt is answered, which also pays for what a first call loads.
+            ValueError: transformers cannot answer a short prompt here; the message says why, or what to install. This
+                prompt also loads everything that a first call loads.
         """
         self._runtime, self._options, self.model = runtime, options, llama_of(runtime.model)
         prompt = torch.zeros(1, 8, dtype=torch.long, device=runtime.device)
@@ -51,10 +51,10 @@ class ByTransformers:
         stop_at_eos: bool = True,
         seed: int = 0,
     ) -> GenerationOutput:
-        """As `Runtime.generate`, of which it has some options. Nothing is drawn, whatever the `seed`.
+        """As `Runtime.generate`, with some of its options. Nothing is drawn, whatever the `seed`.
 
         Raises:
-            ValueError: as on construction, where the length or the batch decides.
+            ValueError: as on construction, if the length or the batch is the reason.
         """
         runtime = self._runtime
         prompts = read_inputs(
@@ -114,7 +114,7 @@ class _Call:
         self._llama, self._options = owner.model, options
         self._length = ids.shape[1] + answer
         columns, padded = torch.arange(self._length, device=ids.device)[None], bool(pads.any())
-        # A mask is passed only where it says something: without one the attention kernel is a faster one.
+        # A mask is passed only if there is padding: without one the attention kernel is a faster one.
         self._mask = (columns >= pads[:, None]).long() if padded else None
         self._positions = (columns - pads[:, None]).clamp(min=0) if padded else columns
         self._cache: PrefixCache | None = None
@@ -141,12 +141,12 @@ class _Call:
         return found
 
     def count(self) -> None:
-        """Count what is held now."""
+        """Count the bytes that are held now."""
         cached = () if self._cache is None else self._cache.tensors()
         self._peak |= storage_bytes([*self._llama.parameters(), *self._llama.buffers(), *cached])
 
     def memory(self) -> MemoryReport:
-        """The largest counts, as the ledger reports its own; what moves between tiers is not counted."""
+        """The largest counts, as a report of the ledger. Bytes that move between tiers are not counted."""
         host = 0 if self._device == "cpu" else self._peak["cpu"]
         sizes = {Tier.DEVICE: self._peak[self._device], Tier.HOST: host, Tier.DISK: 0}
         report = {tier: TierReport(current=n, peak=n, required=n, at_peak={}, cap=None) for tier, n in sizes.items()}

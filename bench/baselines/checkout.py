@@ -15,12 +15,12 @@ class Checkout(Asked):
     """The code of `root`, asked by this one's benchmarks."""
 
     def __init__(self, root: Path, checkpoint: Path | None = None, *, threads: int = 1) -> None:
-        """`checkpoint`: what it loads; None: it is asked for launches alone, which are counted in Triton's interpreter.
+        """`checkpoint`: folder that it loads; None for launches alone, which are counted in Triton's interpreter.
 
         Raises:
-            PeerError: it does not load, or another one is found in its place.
+            PeerError: it does not load, or another checkout is found in its place.
         """
-        # -P: no folder that this is started in comes before `root`.
+        # -P keeps the current folder from coming before `root`.
         command = [sys.executable, "-P", "-m", "baselines.checkout_worker"]
         environment = {"PYTHONPATH": os.pathsep.join([str(root), str(BENCH)])}
         if checkpoint is None:
@@ -36,8 +36,8 @@ class Checkout(Asked):
         self, prompt: list[int], policy: str, options: Mapping[str, Any], call: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Answer `prompt` under `policy` by `Runtime.generate` with the options `call`: {"tokens", "seconds",
-        "forwards", "rows", "kinds"}. "kinds" has, for each kind of forward, {"forwards", "rows", "ms", "ops"}: sums,
-        the last by operation, in ms. Raises `PeerError`."""
+        "forwards", "rows", "kinds"}. "kinds" has sums for each kind of forward, {"forwards", "rows", "ms", "ops"}, the
+        last in ms by operation. Raises `PeerError`."""
         return self.request(prompt=prompt, policy=policy, options=options, call=call)
 
     def launches(self, policy: str, options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
     PYTHONPATH=ROOT:BENCH python -P -m baselines.checkout_worker [CHECKPOINT]
 
-`tiered` is ROOT's, all else BENCH's; requests and answers are those of baselines/checkout.py. The first line says
-{"root": ROOT}, and comes when the checkpoint is loaded. Of ROOT only the public API and its ranges are used, so that an
-earlier revision answers as well.
+`tiered` is ROOT's, all else BENCH's; requests and answers are those of baselines/checkout.py. The first line is
+{"root": ROOT}, and comes when the checkpoint is loaded. Only ROOT's public API and ranges are used, so that an earlier
+revision answers as well.
 """
 
 import sys
@@ -25,16 +25,16 @@ ROOT = Path(tiered.__file__).resolve().parents[1]
 
 
 class Answers:
-    """Of the model in a checkpoint."""
+    """Answers of the model in a checkpoint."""
 
     def load(self, checkpoint: str | None) -> dict[str, Any]:
-        """Load it; None: what is asked for needs none."""
+        """Load the checkpoint; None for requests that need none."""
         if checkpoint is not None:
             self._runtime = tiered.from_pretrained(checkpoint, policy="none", dtype="float32", device="cpu")
         return {"root": str(ROOT)}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """To a call, or for the launches of a policy."""
+        """Answer a call, or count the launches of a policy."""
         if "launches" in request:
             from workloads.launches import count
 
@@ -76,7 +76,7 @@ def by_kind(timing: Timing, rows: list[float], seconds: list[float]) -> dict[str
 
 
 def in_step(timed: Timed) -> bool:
-    """False for a range between two steps, such as that of a block that is published."""
+    """False for a range between two steps, such as the publication of a block."""
     while timed.outer is not None:
         timed = timed.outer
     return timed.op is Op.STEP

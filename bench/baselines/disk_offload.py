@@ -1,4 +1,4 @@
-"""accelerate's `disk_offload` of a Llama: a module's weights come from files when it is called, and go behind it."""
+"""accelerate's `disk_offload` of a Llama: a module's weights come from files when it is called, and leave after it."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,7 @@ def offloaded(llama: LlamaForCausalLM, folder: Path) -> tuple[Any, str]:
     """`llama` with all its weights in files of `folder`, embedding and head among them, and accelerate's version.
 
     Raises:
-        ModuleNotFoundError: accelerate is not installed; says how it would be.
+        ModuleNotFoundError: accelerate is not installed; says how to install it.
     """
     with needing("accelerate"):
         accelerate: Any = importlib.import_module("accelerate")

@@ -1,4 +1,4 @@
-"""Which implementations are of one algorithm: official code, policies with the options that follow it, transformers."""
+"""Implementations of one algorithm: official code, policies with the options that follow it, and transformers."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Match:
     """Peers of one algorithm.
 
     Attributes:
-        rules: keys of `RULES`, those that its official code has.
-        agree: peers that answer alike, token for token, where rankings do not hang on rounding.
-        others: peers of the same schedule that need not. Of both the options, by the peer's name: see
-            workloads/matches.py.
+        rules: keys of `RULES` that its official code has.
+        agree: options by the peer's name, of peers that answer alike, token for token, unless rounding decides a
+            ranking. See workloads/matches.py.
+        others: options by the peer's name, of peers with the same schedule that may answer otherwise.
     """
 
     rules: tuple[str, ...]
@@ -30,10 +30,10 @@ class Match:
     others: dict[str, Any]
 
 
-# A policy knows these by the names of the official scripts, too.
+# Policies take these under the names of the official scripts, too.
 DLLM: dict[str, Any] = {"prompt_interval_steps": 50, "gen_interval_steps": 7, "transfer_ratio": 0.25}
 DKV: dict[str, Any] = {"cache_reloading_step": 8}
-# Options of `PrefixCache`; None: no cache, a full forward every step.
+# Options of `PrefixCache`; None for no cache, with a full forward every step.
 TRANSFORMERS: dict[str, dict[str, Any] | None] = {
     "transformers, no cache": None,
     "transformers, cache": {},
@@ -89,7 +89,7 @@ def matches_of(names: Iterable[str], rules: Iterable[str], *, answer: int, block
 
 
 def official_of(policy: str) -> tuple[str, Any] | None:
-    """The official implementation of a policy's algorithm, and its options there; None: there is none."""
+    """The official implementation of a policy's algorithm, and its options there; None if there is none."""
     for match in MATCHES.values():
         peers = match.agree | match.others
         if policy in peers:

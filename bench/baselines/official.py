@@ -1,7 +1,7 @@
 """The official implementations, each in a process of the venv that its authors' versions need.
 
 None of their code is in this repository: CODE_ROOT is a folder of the user's with a checkout in each of its folders
-(docs/peers.md). What is not there is refused.
+(docs/peers.md). A missing checkout is refused.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from measuring.worker import RefusedError
 from baselines.asked import Asked
 
 WORKER = Path(__file__).with_name("official_worker.py")
-# By name, the folders of CODE_ROOT that it needs; the names are methods of `official_worker.Implementations`.
+# Folders of CODE_ROOT that each needs, by name; the names are methods of `official_worker.Implementations`.
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
     "vanilla": ("llada", "dllm"),
     "fast_plain": ("fastdllm",),
@@ -29,7 +29,7 @@ HOW = "docs/peers.md says how to get it"
 
 
 class Official(Asked):
-    """One of them, answering prompts.
+    """An official implementation that answers prompts.
 
     Attributes:
         about: columns of its rows: the commits of the checkouts, and the versions of torch and transformers.
@@ -47,8 +47,8 @@ class Official(Asked):
         for folder in IMPLEMENTATIONS[name]:
             if not (Path(code) / folder).is_dir():
                 raise RefusedError(f"no folder {folder} in that of --official; {HOW}")
-        # -I: the venv alone, and no folder of this repository, is on its path. Compiling would be timed, and not all of
-        # it compiles.
+        # -I: the venv alone, and no folder of this repository, is on its path. Compilation would be timed, and some of
+        # the code does not compile.
         command = [python, "-I", str(WORKER), name, code, str(checkpoint), str(threads)]
         super().__init__(command, threads=threads, environment={"TORCHDYNAMO_DISABLE": "1"})
         commits = {folder: commit_of(Path(code) / folder) for folder in IMPLEMENTATIONS[name]}
@@ -56,8 +56,8 @@ class Official(Asked):
         self.about = {"commits": commits} | versions
 
     def ask(self, prompt: list[int], call: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer `prompt` as `Runtime.generate` would with `call`, in its "steps", else one token a step, or by
-        threshold: {"tokens", "seconds", "forwards"}. `options` under the implementation's own names. Raises
+        """Answer `prompt` as `Runtime.generate` with `call`: {"tokens", "seconds", "forwards"}. Without "steps" or a
+        threshold in `call`, a step commits one token. `options` have the implementation's own names. Raises
         `PeerError`."""
         length = call["max_new_tokens"]
         return self.request(
@@ -72,7 +72,7 @@ class Official(Asked):
 
 
 def commit_of(folder: Path) -> str | None:
-    """Of a checkout, with "-dirty" where it was changed; else what its file COMMIT says; None without one."""
+    """The commit of a checkout, with "-dirty" if it was changed, else the text of its file COMMIT; None without one."""
     if not (folder / ".git").exists():
         told = folder / "COMMIT"
         return told.read_text(encoding="utf-8").strip() if told.is_file() else None
@@ -83,7 +83,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def located(official: str | None, official_python: str | None) -> dict[str, str | None]:
-    """`code` and `python` as `Official` takes them. Raises `ValueError` for one without the other, or what is none."""
+    """`code` and `python` as `Official` takes them. Raises `ValueError` for one without the other, or a wrong path."""
     if (official is None) is not (official_python is None):
         raise ValueError("--official and --official-python go together")
     if official is None or official_python is None:

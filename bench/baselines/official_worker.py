@@ -3,9 +3,9 @@
     python -I official_worker.py IMPLEMENTATION CODE_ROOT CHECKPOINT THREADS
 
 A request is {"prompt": [ids], "length": 128, "block": 32, "steps": 128, "threshold": null, "early": null, "options":
-{…}}, where `options` has the implementation's own names; its answer {"tokens": […], "seconds": 1.5, "forwards": 128},
-or {"failed": why}. The first line says {"torch": …, "transformers": …}, and comes when the checkpoint is loaded. Only
-functions that the official code offers to its users are called, and the models that it brings are put on the CPU.
+{…}}. Its options have the implementation's own names. The answer is {"tokens": […], "seconds": 1.5, "forwards": 128},
+or {"failed": why}. The first line is {"torch": …, "transformers": …}, and comes when the checkpoint is loaded. Only
+functions that the official code offers to its users are called, and its models are put on the CPU.
 """
 
 import importlib
@@ -28,7 +28,7 @@ Generate = Callable[[torch.Tensor, Request], torch.Tensor]
 
 
 class Implementations:
-    """A method for each, which loads it and gives what answers."""
+    """A method for each implementation, which loads it and returns a function that answers."""
 
     def __init__(self, code: Path, checkpoint: Path) -> None:
         self._code, self._checkpoint = code, checkpoint
@@ -36,7 +36,7 @@ class Implementations:
         self._forwards = 0
 
     def load(self, name: str) -> dict[str, Any]:
-        """Load the implementation of that name; gives the versions that it runs on."""
+        """Load the implementation of that name. Returns the versions of its packages."""
         self._generate: Generate = getattr(self, name)()
         return {"torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -95,17 +95,17 @@ class Implementations:
         return lambda ids, request: module.generate(model, None, ids, **self._common(request), enable_cache=True)
 
     def polestar(self) -> Generate:
-        """Polestar: of its package only what LLaDA needs."""
+        """Polestar, with only the modules of its package that LLaDA needs."""
         self._package("polestar_llada", "polestar/src/polestar/models/llada")
         generate = importlib.import_module("polestar_llada.generation").generate_with_dual_cache
         model = self._load(importlib.import_module("polestar_llada.modeling_llada").LLaDAModelLM)
-        # One token a step is a threshold that none but the best passes: without one the code fails where a selected
+        # One token a step is a threshold that the best token alone passes: without one the code fails if a selected
         # cluster has masks of a later block.
         one = {"threshold": 2.0, "threshold_early": None}
         return lambda ids, request: generate(model, ids, **(one | self._common(request)))[0]
 
     def _common(self, request: Request) -> dict[str, Any]:
-        """Arguments that all of them call alike. A threshold is given where there is one: who has none refuses it."""
+        """Arguments with the same name in all of them. A threshold is passed only if it is given: some refuse it."""
         own = {"threshold": request["threshold"], "threshold_early": request["early"]}
         length = {"steps": request["steps"], "gen_length": request["length"], "block_length": request["block"]}
         given = {name: value for name, value in own.items() if value is not None}
@@ -116,7 +116,7 @@ class Implementations:
         return importlib.import_module(name)
 
     def _package(self, name: str, folder: str) -> None:
-        """A package of a folder, whose __init__ is not run: it imports more than is needed."""
+        """Register the package of a folder without its __init__, which imports more than is needed."""
         module = types.ModuleType(name)
         module.__path__ = [str(self._code / folder)]
         sys.modules[name] = module
@@ -145,9 +145,9 @@ class Implementations:
 
 
 def serve(load: Callable[[], dict[str, Any]], answer: Callable[[Request], dict[str, Any]], hidden: str) -> None:
-    """Say what `load` says, then answer until stdin ends. The folder `hidden` stands in no answer."""
+    """Write the result of `load`, then answer until stdin ends. The folder `hidden` stands in no error."""
     said = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what is printed on the way
+    os.dup2(2, 1)  # prints go to stderr
 
     def say(make: Callable[[], dict[str, Any]]) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Policies and commit rules that repeat the authors' code where it departs from its paper, token for token.
+"""Policies and commit rules that repeat departures of the authors' code from its paper, token for token.
 
 `policy` and `rule` take the names and options of the library. docs/authors-code.md lists the departures. Names without
-one are the library's own. `dream_sequence` decodes what no policy can: keys that are kept although their rows predict.
+one are the library's own. `dream_sequence` keeps keys although their rows predict, which no policy can.
 """
 
 from collections.abc import Mapping
@@ -97,8 +97,8 @@ class _FirstTokenAlone(PolicyState):
 
 @dataclass(frozen=True, kw_only=True)
 class Capped(Threshold):
-    """Fast-dLLM on Dream without a cache: of a block's n tokens a step fixes n / steps at most, and what earlier ones
-    left of theirs. Once the steps are over, a step fixes as many as pass."""
+    """Fast-dLLM on Dream without a cache. A step fixes at most n / steps of a block's n tokens, and as many as earlier
+    steps left over. Once the steps are over, a step fixes as many as pass."""
 
     by_time: ClassVar[bool] = True
 
@@ -130,7 +130,7 @@ class _Shared(AtLeast):
 @dataclass(frozen=True, kw_only=True)
 class Endless(Adaptive):
     """If masks alone are the noise and all are gone, the code goes on. It rewrites the tokens that `torch.topk` finds
-    among numbers that are none."""
+    among NaNs."""
 
     def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Endless(self, steps_per_block)
@@ -144,7 +144,7 @@ class _Endless(MostWanted):
         self._step += 1
         count = min(self._tokens, candidates.confidence.shape[1])
         chosen = torch.zeros_like(candidates.pending)
-        # In float32, as there: if all are NaN, which ones `topk` names depends on the dtype.
+        # In float32, as there: if all are NaN, the choice of `topk` depends on the dtype.
         return chosen.scatter_(1, candidates.confidence.float().topk(count, dim=-1).indices, True)
 
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
@@ -163,8 +163,8 @@ class OfficialDKV(RowSchedule):
     steps; with shifted predictions, one.
 
     Attributes:
-        shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: the one that it
-            predicts ("un": its own may still be a mask), or both ("un_right"). For the last row see `_OfficialRows`.
+        shift_caching: token whose commit lets a row be kept, if predictions are shifted. "un": the token that the row
+            predicts, though its own may be a mask. "un_right": both tokens. For the last row see `_OfficialRows`.
     """
 
     shift_caching: ShiftCaching = "un_right"
@@ -219,9 +219,9 @@ class _OfficialRows(ScheduledRows):
         return rows
 
     def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
-        """What is committed next, `fresh`, and `window` rows around each of the former in turn: masks before that
-        commit that no other token has taken yet, in turn on the left and on the right, outwards. Walks over tokens on
-        the host."""
+        """Rows that are committed next, `fresh`, and `window` rows around each of the former in turn. Such a row was a
+        mask before that commit, and no other token has taken it. The search goes outwards, in turn on the left and on
+        the right. It walks over tokens on the host."""
         assert step.next_commits is not None, "known before the step"
         length, taken = step.canvas.length, fresh.clone()
         taken[:, step.start : step.stop] |= step.next_commits > 0
@@ -250,7 +250,7 @@ def dream_sequence(
     eps: float = 1e-3,
 ) -> tuple[Int[Tensor, "states 1 length"], list[int]]:
     """Decode by dKV-Cache's Dream code (`cache_type="decoded"`, `alg="maskgit_plus"`): the canvas after each step, and
-    how many rows the step recomputed.
+    the number of rows that the step recomputed.
 
     A token whose row is kept has no logits. Its confidence is NaN, which `torch.topk` takes for the largest, and its
     id is 0. That happens with `shift_caching="right"`, which keeps a row once its own token is committed.
@@ -283,8 +283,8 @@ def dream_sequence(
 def logits_of(
     model: DiffusionModel, ids: Int[Tensor, "1 length"], rows: Int[Tensor, " rows"], buffer: list[tuple[Tensor, Tensor]]
 ) -> Float[Tensor, "1 rows vocab"]:
-    """Logits of `rows`, each layer's keys and values kept in `buffer` [1, heads, length, head_dim]: what a cache is,
-    without any of the library's stores and programs."""
+    """Logits of `rows`. Each layer's keys and values are kept in `buffer` [1, heads, length, head_dim], a cache without
+    the library's stores and programs."""
     hidden, rotary = model.embed(ids[:, rows]), model.rotary(rows[None])
     for layer, kept in enumerate(buffer):
         normed = model.attention_norm(layer, hidden)
@@ -303,13 +303,13 @@ _GUIDED_AT_FIRST = 5  # forwards that are guided whatever the interval
 
 @dataclass(frozen=True, kw_only=True)
 class OfficialDLLMCache(DLLMCache):
-    """Values of all rows replace the cached ones wherever they are compared, the first layer renews the whole answer,
-    and guidance is computed in the first five forwards, but not for a new block. If predictions are shifted, the row
-    that predicts the answer's first token is as old as the prompt."""
+    """Values of all rows replace the cached ones wherever they are compared. The first layer renews the whole answer.
+    Guidance is computed in the first five forwards, but not for a new block. If predictions are shifted, the row that
+    predicts the answer's first token is as old as the prompt."""
 
     def needs(self, sizes: CallShape) -> Needs:
         needs = super().needs(sizes)
-        # What is kept of the row in front of the answer, if it predicts, and what that is made of.
+        # Kept tensors of the row in front of the answer, if it predicts, and tensors that they are made of.
         rows = (4, sizes.sequences, sizes.shape.prediction_shift, sizes.shape.width)
         edge = Buffer("row in front of the answer", Account.ACTIVATIONS, rows, sizes.dtype)
         # The difference that guidance makes outlives its block, so it is of the whole answer.
@@ -360,10 +360,10 @@ class _OfficialClocks(Clocks):
 class PromptEdge:
     """The prompt's last row between renewals of the prompt, if it predicts the answer's first token.
 
-    To the authors it is a row of the prompt: from one renewal to the next only its first layer is computed afresh, and
-    all other layers add what they added last, which is what this keeps.
+    To the authors it is a row of the prompt. From one renewal to the next only its first layer is computed afresh. All
+    other layers add the sum that they added last, which this class keeps.
 
-    `rows`: how many of them there are, 1 for every family with shifted predictions so far.
+    `rows`: number of such rows, 1 for every family with shifted predictions so far.
     """
 
     def __init__(self, rows: int) -> None:
@@ -376,8 +376,8 @@ class PromptEdge:
         self._entered = hidden.clone()
 
     def leave(self, hidden: Float[Tensor, "batch rows width"], renewed: Bool[Tensor, " batch"]) -> None:
-        """The last layer has left `hidden`, which stays where the prompt is `renewed`, and is overwritten elsewhere. A
-        batch may be the first sequences alone of those that have been there."""
+        """The last layer has left `hidden`, which stays if the prompt is `renewed`, else is overwritten. The batch may
+        be the first sequences alone of an earlier batch."""
         assert self._entered is not None, "the first layer is in front of the last"
         added = hidden - self._entered
         if self._added is None:

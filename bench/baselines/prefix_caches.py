@@ -1,10 +1,10 @@
-"""Caches of transformers used as a prefix cache: what a block's first pass leaves of the columns in front of it.
+"""Caches of transformers used as a prefix cache: keys and values in front of a block, from its first pass.
 
 A diffusion model rewrites the block and everything behind it, so each later pass must find the cache as the first left
-it. A dynamic cache takes back what a pass has added (`crop`). A quantized one does not: in transformers 5.23 `crop`
-cuts the part that is not quantized yet, of which there may be none, and leaves the length that masks are made by. So
-the prefix goes into the quantized cache once, and each pass is given shallow copies of its layers: an update gives a
-layer new tensors and writes to none.
+it. A dynamic cache drops columns that a pass has added (`crop`). A quantized one does not. In transformers 5.23 `crop`
+cuts the part that is not quantized yet, which may be empty, and leaves the length that masks are made by. So the prefix
+goes into the quantized cache once, and each pass gets shallow copies of its layers. An update gives a layer new tensors
+and writes to none.
 """
 
 from collections import Counter
@@ -21,20 +21,20 @@ PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "fp8": None}
 
 
 class PrefixCache:
-    """One block's cache. What a pass has added is taken away when the next one begins, so that between two passes all
-    that the pass has held can be counted."""
+    """One block's cache. Columns that a pass has added stay until the next one begins, so that all bytes of a pass can
+    be counted after it."""
 
     def __init__(
         self, config: PreTrainedConfig, behind: int, *, offloading: bool = False, backend: str | None = None
     ) -> None:
-        """Raises what transformers does where such a cache cannot be had here.
+        """Raises as transformers does if such a cache cannot be made here.
 
         Args:
-            config: of the model.
+            config: config of the model.
             behind: columns of the block and of everything behind it, which no later pass may find.
             offloading: layers lie in host memory, and come back one by one (`cache_implementation="offloaded"`).
-            backend: of `cache_implementation="quantized"`, a key of `PACKAGES`; None: not quantized. Bits, groups and
-                residual length are the backend's defaults.
+            backend: key of `PACKAGES`, of `cache_implementation="quantized"`; None for no quantization. Bits, groups
+                and residual length are the backend's defaults.
         """
         self._behind = behind
         self._whole: Cache | None = DynamicCache(config=config, offloading=offloading)
@@ -42,7 +42,7 @@ class PrefixCache:
         self._lent: Cache | None = None
 
     def next(self) -> Cache:
-        """What the next pass fills or reads: nothing at first, over all columns, and then the prefix."""
+        """The cache of the next pass: empty for the first one, over all columns, and then the prefix."""
         if self._whole is None:
             return self._lend()
         if self._whole.get_seq_length():
@@ -56,7 +56,7 @@ class PrefixCache:
         return self._whole
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything that is held now, the parts of quantized tensors one by one."""
+        """All tensors that are held now, the parts of quantized tensors one by one."""
         for cache in (self._whole, self._prefix, self._lent):
             for layer in () if cache is None else cache.layers:
                 yield from tensors_in(vars(layer))

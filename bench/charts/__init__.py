@@ -1,3 +1,3 @@
-"""The pictures of the report. A module for each: `chart` of rows and a width in pixels, `says` what is to be seen in
-them, `table` picks the rows (default: those with figures), `COLUMNS` are shown beneath; its docstring is the caption.
+"""The pictures of the report, a module for each. `chart` draws rows in a width in pixels, `says` is their headline,
+`table` picks the rows (default: rows with figures), `COLUMNS` are shown beneath. The module's docstring is the caption.
 """

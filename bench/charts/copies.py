@@ -1,5 +1,5 @@
-"""A bar is the time of fetches to the device for a layer, all updates of a call together: hidden, while compute went
-on, or exposed, while it waited. Less that is exposed is better."""
+"""A bar is the time of fetches to the device for a layer, over all updates of a call. Hidden time passes while compute
+goes on, exposed time while it waits. Less exposed time is better."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row]) -> str:
-    """The least and the most that is waited for."""
+    """The least and the largest share of the copy time that compute waits for."""
     shares = {}
     for title, own in panels(rows, CALL).items():
         shares[title] = sum(row["exposed_ms"] for row in own) / (sum(row["copy_ms"] for row in own) or 1.0)

@@ -12,7 +12,7 @@ COLUMNS = ("call", "forward", "layer", "mean", "largest")
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """Those about drift."""
+    """Rows about drift."""
     return [row for row in good(rows) if row.get("about") == "drift"]
 
 

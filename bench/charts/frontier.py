@@ -1,5 +1,5 @@
-"""A mark is a setting of a policy. Up and to the left is better: more right answers for less work. Filled marks are at
-most a point less often right than `none` on the same prompts."""
+"""A mark is a setting of a policy. Up and to the left is better: more right answers for less work. A filled mark has at
+most a point fewer right answers than `none` on the same prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ NAMES = {"rows": "rows recomputed for an answer", "seconds": "time of an answer,
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """The settings of all cells on the split that settings are chosen on; "seconds" are those of an answer."""
+    """The settings of all cells on the split that settings are chosen on, with "seconds" of one answer."""
     return [
         row
         | {"accuracy": row["correct"] / row["examples"], "seconds": row["seconds"] / row["examples"]}
@@ -49,7 +49,7 @@ def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row], figure: str) -> str:
-    """In the panel with most settings, the policy with least of `figure` among those as right as `none`."""
+    """The policy with the least `figure` among those as right as `none`, in the panel with most settings."""
     own = max(panels(rows, CALL).values(), key=len)
     least = min((row for row in own if row["near"]), key=lambda row: row[figure])
     none = next(row for row in own if row["policy"] == NONE)

@@ -8,7 +8,7 @@ from charts.theme import LIGHT, RAMP, alt, colour, data
 
 
 def steps(values: Sequence[float], by_ratio: bool = False) -> list[float]:
-    """Where each shade but the first begins; `by_ratio`: as many times as much each time."""
+    """The least value of each shade except the first. `by_ratio`: equal ratios in place of equal distances."""
     least, most = min(values), max(values)
     shares = [number / len(RAMP) for number in range(1, len(RAMP))] if least < most else []
     return [least * (most / least) ** share if by_ratio else least + share * (most - least) for share in shares]
@@ -17,7 +17,7 @@ def steps(values: Sequence[float], by_ratio: bool = False) -> list[float]:
 def grid(
     rows: Sequence[Row], x: alt.X, y: alt.Y, figure: str, begins: Sequence[float], told: Callable[[Row], str], key: int
 ) -> Any:
-    """`begins`: of the shades of `figure`; `told`: what a cell says; `key`: width of a legend, 0 for none."""
+    """`begins`: see `steps`, of `figure`; `told`: text of a cell; `key`: pixels of a legend's width, 0 for none."""
     bounds = [shown(figure, begin) for begin in begins]
     names = [f"below {bounds[0]}", *(f"from {bound}" for bound in bounds)] if bounds else ["all alike"]
     cells = []

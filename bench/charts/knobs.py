@@ -17,7 +17,7 @@ NAMES = {"accuracy": "Right answers", "tokens_per_second": "Tokens/s", "device_b
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """All points, as long as any has C, M and T."""
+    """All points, if any of them has C, M and T."""
     found = points(rows)
     return found if any("update_threshold" in row for row in found) else []
 
@@ -42,12 +42,12 @@ def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
 
 
 def text(figure: str, value: float) -> str:
-    """For a cell: without a unit that all have."""
+    """The text of a cell, without the unit that all cells share."""
     return f"{value / 2**20:.4g}" if figure == "device_bytes" else shown(figure, value)
 
 
 def says(rows: Sequence[Row], figure: str) -> str:
-    """The least and the most, and the policies without these options."""
+    """The least and the largest figure, and the figures of policies without these options."""
     knobs = sorted((row for row in good(rows) if "update_threshold" in row), key=lambda row: row[figure])
     if not knobs:
         return f"{NAMES[figure]}: every point was refused, or failed"

@@ -41,7 +41,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row]) -> str:
-    """What takes most, and how much of the wall clock has a name."""
+    """The operation that takes most time, and the share of the wall clock that has a name."""
     op = next(iter(totals(rows)))
     ranked = sorted((row for row in rows if row["op"] == op), key=lambda row: row["share"])
     ends = [f"{100 * row['share']:.0f} % of the time under `{row['policy']}`" for row in (ranked[0], ranked[-1])]

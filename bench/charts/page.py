@@ -1,4 +1,4 @@
-"""report.html, one page that asks the network for nothing and runs no script, and report.md for pull requests."""
+"""report.html, one page that needs no network and runs no script, and report.md for pull requests."""
 
 import re
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ with needing("bench"):
 
 TITLE = "Where each policy earns its place, and where the bytes are"
 LOST = ("study", "status", "points", "why", "which")
-MOST_ROWS = 60  # of a table in Markdown; the page has them all
+MOST_ROWS = 60  # rows of a table in Markdown; the page has all
 
 
 def html(figures: Sequence[Figure], sources: Sequence[Source], command: str) -> str:
-    """The page. `command`: what made it."""
+    """The page. `command`: command line that made it."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
@@ -31,7 +31,7 @@ def html(figures: Sequence[Figure], sources: Sequence[Source], command: str) -> 
 
 
 def markdown(figures: Sequence[Figure], images: Sequence[str], command: str) -> str:
-    """The same in Markdown. `images`: figures that have files beside it."""
+    """The page in Markdown. `images`: names of figures that have files beside it."""
     parts = [f"# {TITLE}"]
     for figure in figures:
         parts.append(f"## {figure.picture.topic}")
@@ -48,6 +48,6 @@ def markdown(figures: Sequence[Figure], images: Sequence[str], command: str) -> 
 
 
 def table(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """Rows as Markdown, whose signs mean nothing in it."""
+    """Rows as a table in Markdown, with its signs escaped."""
     lines = [[re.sub(r"([\\`*_<\[\]])", r"\\\1", shown(column, row.get(column))) for column in columns] for row in rows]
     return markdown_table([column.replace("_", " ") for column in columns], lines)

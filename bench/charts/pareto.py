@@ -1,7 +1,7 @@
 """Up and to the left is better: more tokens a second in less memory. A filled mark is within 2 points of the best
 accuracy of its panel; an open one is not. The line joins the filled marks that no other beats in both size and speed.
-Speeds are those of the longest prompts, and each panel is another call. ≥: the bytes are counted, weights and cached
-tensors without what a pass takes, so no line goes through the mark."""
+Speeds are those of the longest prompts, and each panel is another call. ≥: the bytes are those of weights and cached
+tensors, without the memory of a pass, so no line goes through the mark."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ COLUMNS = (
     *(*CALL, "policy", "clusters", "top_m", "update_threshold", "codec", "tokens_per_second", "device_bytes"),
     *("accuracy", "correct", "examples", "frontier"),
 )
-WITHIN, HEIGHT, LINE = 0.02, 360, 15.5  # of the best accuracy; pixels of a panel, and of a line of names
+WITHIN, HEIGHT, LINE = 0.02, 360, 15.5  # share below the best accuracy; pixels of a panel, and of a line of names
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """Points with "right", whether their accuracy is within 2 points of the best of their call, and "frontier": of
-    those that are, nothing else is as small and as fast."""
+    """Points with "right" and "frontier". A right point is within 2 points of the best accuracy of its call. It is on
+    the frontier if no other right point is as small and as fast."""
     found = []
     for own in panels(good(points(rows, longest=True)), CALL).values():
         best, fastest = max(row["accuracy"] for row in own), 0.0
@@ -32,8 +32,8 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def names(rows: Sequence[Row], most: float) -> list[Row]:
-    """A name for each policy, at its fastest point among the right ones; "place": its height in the column of names, in
-    the unit of speed up to `most`, pushed apart so that no two touch."""
+    """The fastest point of each policy, a right one if there is one, with its name and "place". That is the height of
+    the name in its column, in the unit of speed up to `most`; no two names touch."""
     fastest = {row["policy"]: row for row in sorted(rows, key=lambda row: (row["right"], row["tokens_per_second"]))}
     own, line, places = sorted(fastest.values(), key=lambda row: row["tokens_per_second"]), LINE * most / HEIGHT, []
     for row in own:
@@ -76,7 +76,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row]) -> str:
-    """The fastest and the smallest of the right ones, in the panel with most points."""
+    """The fastest and the smallest of the right points, in the panel with most points."""
     own = max(panels(rows, CALL).values(), key=len)
     right = [row for row in own if row["right"]]
     fast, small = max(right, key=lambda row: row["tokens_per_second"]), min(right, key=lambda row: row["device_bytes"])

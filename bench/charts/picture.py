@@ -1,4 +1,4 @@
-"""From the tables of studies to figures: what is read, what is drawn of it, and what has no figures."""
+"""Figures of the report, drawn from the tables of studies, and points that have no figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from charts.theme import NARROW, WIDE, svg
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One of the report: its name and topic, the module that draws it, of which studies, and of which of their
-    figures, where the module can draw several."""
+    """A picture of the report: its name and topic, the module that draws it, and the studies. `of`: arguments of the
+    module, if it can draw several figures."""
 
     name: str
     topic: str
@@ -28,7 +28,7 @@ class Picture:
 
 @dataclass(slots=True)
 class Source:
-    """A study's rows, runs merged, and what they were made on. `gap`: why there are none."""
+    """A study's rows, runs merged, and their origins. `gap`: why there are no rows; None if there are."""
 
     study: str
     rows: list[Row] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(slots=True, kw_only=True)
 class Figure:
-    """A picture of what there is. Without rows it has `gaps` alone; `lost`: points without figures, and why."""
+    """A picture of the rows that exist. Without rows it has `gaps` alone. `lost`: points without figures, and why."""
 
     picture: Picture
     gaps: list[str]
@@ -67,7 +67,7 @@ def read_source(folder: Path, study: str) -> Source:
 
 
 def figure_of(picture: Picture, sources: Mapping[str, Source]) -> Figure:
-    """Draws it, of the studies that are there."""
+    """Draw `picture` from the studies that are there."""
     own, module = [sources[name] for name in picture.studies], picture.module
     raw = [row for source in own for row in source.rows]
     rows = getattr(module, "table", good)(raw)
@@ -87,8 +87,8 @@ def figure_of(picture: Picture, sources: Mapping[str, Source]) -> Figure:
 
 
 def lost(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
-    """What was refused or failed, a row for each reason: how many points, and which, by the settings of `columns` in
-    which points differ."""
+    """Refused and failed points, a row for each reason: their number, and the settings of `columns` in which points
+    differ."""
     differ = [name for name in columns if len({str(row.get(name)) for row in rows}) > 1]
     found: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:

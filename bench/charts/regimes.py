@@ -1,7 +1,7 @@
 """A cell is a call. Its colour is the policy that takes the least, and its figure says how many times as much the next
-policy takes. ≈: they differ no more than rounds do, or than `none` measured twice does; the colour is then the simplest
-of those that are alike. Thick lines part calls with other winners. A budget is the share of the keys and values that
-the device has room for; steps are those of a block; the width is the model's."""
+policy takes. ≈: they differ no more than rounds do, or than `none` measured twice does. The colour is then that of the
+simplest of them. Thick lines part calls with other winners. A budget is the share of the keys and values that fits the
+device. Steps are those of a block; the width is the model's."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ table = list  # a call that every policy refuses has a cell, too
 
 
 def winners(rows: Sequence[Row], figure: str) -> list[Row]:
-    """Of every call the policy with the least of `figure`, None where no policy took it. "told": how many times as much
-    the next one has; "right", "up": whether the neighbour there has another winner."""
+    """The policy with the least `figure` in every call, None if all policies refused it. `told`: the figure of the next
+    policy over the least. "right", "up": True if the neighbour there has another winner."""
     calls = contests(rows, CALL)
     twice = [(own[AGAIN], own["none"]) for key, own in calls.items() if {AGAIN, "none"} <= own.keys() and not key[-1]]
     floor = noise_floor(
@@ -78,7 +78,7 @@ def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row], figure: str) -> str:
-    """Who wins how often, and from which context on."""
+    """The number of calls that each policy wins, and the shortest context of them."""
     cells, told = [cell for cell in winners(rows, figure) if cell["policy"]], list[str]()
     for policy, count in Counter(cell["policy"] for cell in cells).most_common():
         begin = min(cell["context"] for cell in cells if cell["policy"] == policy)

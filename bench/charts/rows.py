@@ -1,4 +1,4 @@
-"""Rows for people: settings in words, panels of what is alike, points with their tasks together, figures with units."""
+"""Rows as text: settings in words, panels of rows that are alike, points over all their tasks, figures with units."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ WORDS = {
     "update_threshold": "T",
     "confidence": "threshold",
 }
-BARE = ("policy", "call", "model", "study", "task", "tier", "codec", "rule", "noise")  # their values say what they are
+BARE = ("policy", "call", "model", "study", "task", "tier", "codec", "rule", "noise")  # their values need no name
 UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}
 NONE = {"confidence": "one token a step", "threshold": "one token a step", "budget": "no budget"}
 
@@ -30,7 +30,7 @@ def words(row: Row, names: Iterable[str]) -> str:
 
 
 def panels(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
-    """The rows by those settings of `names` in which they differ, in their order, each with its words."""
+    """The rows by the settings of `names` in which they differ, in words, sorted by these settings."""
     differ = [name for name in names if len({str(row.get(name)) for row in rows}) > 1]
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: [in_order(row.get(name)) for name in differ]):
@@ -39,18 +39,18 @@ def panels(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]:
 
 
 def in_order(value: Any) -> tuple[int, float, str]:
-    """What to sort by where some are None, some numbers and some words."""
+    """A key for sorting: None comes first, then numbers, then words."""
     return (1, float(value), "") if isinstance(value, int | float) else (0 if value is None else 2, 0.0, str(value))
 
 
 def good(rows: Iterable[Row]) -> list[Row]:
-    """Those with figures."""
+    """Rows with figures."""
     return [row for row in rows if row["status"] == "ok"]
 
 
 def points(rows: Sequence[Row], *, longest: bool = False) -> list[Row]:
-    """A row for each point, over all its tasks: right answers in sum, tokens a second of all, or of the `longest`
-    prompts alone, the most bytes; one with a task that was refused or failed is that."""
+    """A row for each point, over all its tasks: the sum of right answers, the most bytes, and tokens a second.
+    `longest` leaves speeds of shorter prompts out. If a task was refused or failed, its row is the point's."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["point"], []).append(row)

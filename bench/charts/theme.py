@@ -1,8 +1,8 @@
-"""How every picture looks: colours for light and dark pages, the same for a policy everywhere, and drawing as SVG.
+"""The look of every picture: colours for light and dark pages, the same for a policy everywhere, and drawing as SVG.
 
-Charts are drawn once, in light colours. In a page each of those is a CSS variable, which has another value in the dark:
-that is why no two names share a light colour. Hues keep apart for the colour-blind (Okabe and Ito 2008); shades of a
-hue differ in lightness.
+Charts are drawn once, in light colours. In a page each light colour is a CSS variable, which has another value in the
+dark, so no two names share a light colour. Hues keep apart for the colour-blind (Okabe and Ito 2008); shades of a hue
+differ in lightness.
 """
 
 import json
@@ -19,7 +19,7 @@ with needing("bench"):
     import vl_convert
 
 WIDE, NARROW = 930, 350  # pixels of a picture: on a desk, on a phone
-FONT = "Verdana, DejaVu Sans, sans-serif"  # these two are as wide as one another: nothing overlaps that was measured
+FONT = "Verdana, DejaVu Sans, sans-serif"  # both are equally wide: measured text does not overlap
 
 
 def _colours(text: str) -> dict[str, tuple[str, str]]:
@@ -65,13 +65,13 @@ CONFIG = {
 
 
 def css() -> str:
-    """The variables: light, and dark on screens that want it."""
+    """The variables: light, and dark on screens that prefer it."""
     light, dark = ("".join(f"--{name}:{pair[side]};" for name, pair in VARIABLES.items()) for side in (0, 1))
     return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def policy_colours(policies: Iterable[str]) -> dict[str, str]:
-    """The colour of each, in the order of legends."""
+    """The colour of each policy, in the order of legends."""
     shown = sorted(set(policies), key=lambda policy: (rank(policy), policy))
     unknown = [policy for policy in shown if rank(policy) == len(POLICIES)]
     others = {policy: LIGHT[f"other-{number % len(OTHERS)}"] for number, policy in enumerate(unknown)}
@@ -79,28 +79,28 @@ def policy_colours(policies: Iterable[str]) -> dict[str, str]:
 
 
 def rank(policy: str) -> int:
-    """Its place in `POLICIES`, from the simplest on; that of the name in front of a comma or of `-again`, for one that
-    was measured twice. Their number where it is none of them."""
+    """The place of a policy in `POLICIES`, from the simplest on; their number if it has none. A name counts up to a
+    comma, and without the `-again` of a second measurement."""
     name = policy.partition(",")[0].removesuffix("-again")
     return list(POLICIES).index(name) if name in POLICIES else len(POLICIES)
 
 
 def ink_on(colour: str) -> str:
-    """What is read on the light colour of a policy; the dark ones are all bright. By WCAG 2.1's relative luminance."""
+    """The colour of text on a policy's light colour, by WCAG 2.1's relative luminance; its dark colours are bright."""
     parts = [(int(colour[place : place + 2], 16) / 255) ** 2.2 for place in (1, 3, 5)]
     luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
     return LIGHT["on-bright" if luminance > 0.2 else "on-high"]
 
 
 def colour(field: str, colours: Mapping[str, str], width: int) -> alt.Color:
-    """A colour for each value of `field`, with a legend beneath in as many columns as `width` pixels hold; 0: none."""
+    """A colour for each value of `field`, with a legend in as many columns as `width` pixels hold, 0 for none."""
     columns = max(1, int(width / (7.9 * max(map(len, colours), default=1) + 30)))
     key = alt.Legend(title=None, orient="bottom", columns=columns, labelLimit=0, symbolStrokeWidth=0) if width else None
     return alt.Color(f"{field}:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=key)
 
 
 def data(rows: Iterable[Row]) -> alt.Chart:
-    """A chart of `rows`, without marks yet. They go in as JSON: altair copies and checks whatever else it is given."""
+    """A chart of `rows`, without marks yet. They go in as JSON, because altair copies and checks other data."""
     return alt.Chart(alt.InlineData(values=json.dumps(list(rows)), format=alt.JsonDataFormat(type="json")))
 
 
@@ -113,7 +113,7 @@ def side_by_side(
     least: int,
 ) -> alt.TopLevelMixin:
     """A panel for each of `parts`, by their titles, as many beside one another as fit. `draw` makes one of a width in
-    pixels; `margin`: what its axis takes beside that; `least`: pixels of a panel, margin included."""
+    pixels. `margin`: pixels of its axis beside that; `least`: pixels of a panel, margin included."""
     columns = max(1, min(len(parts), width // least))
     inner = width // columns - margin
     letters = int((inner + margin - 50) / 8.2)  # pixels of an axis, and of a letter
@@ -122,14 +122,14 @@ def side_by_side(
 
 
 def svg(chart: alt.TopLevelMixin) -> str:
-    """As a file of its own, light."""
+    """The chart as an SVG file in light colours."""
     version = ".".join(alt.SCHEMA_VERSION.split(".")[:2])
     drawn = vl_convert.vegalite_to_svg(chart.to_dict(validate=False) | {"config": CONFIG}, vl_version=version)
-    return re.sub(r'<path [^>]*(?:display="none"|d="M0,0h0v0h0Z")[^>]*/>', "", drawn)  # invisible frames, most of it
+    return re.sub(r'<path [^>]*(?:display="none"|d="M0,0h0v0h0Z")[^>]*/>', "", drawn)  # most of it: invisible frames
 
 
 def inlined(drawn: str, label: str, name: str) -> str:
-    """An SVG as a part of a page: colours as variables, `label` for who does not see it; ids begin with `name`."""
+    """An SVG as a part of a page: colours are variables, `label` is for screen readers, ids begin with `name`."""
     text = re.sub(r"#[0-9a-f]{6}\b", lambda hit: f"var(--{_NAMES[hit[0]]})" if hit[0] in _NAMES else hit[0], drawn)
     text = re.sub(r'(id="|url\(#)', rf"\1{name}-", text)
     told = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")

@@ -39,7 +39,7 @@ def chart(rows: Sequence[Row], width: int) -> alt.TopLevelMixin:
 
 
 def says(rows: Sequence[Row]) -> str:
-    """Who is fastest at the shortest and at the longest context."""
+    """The fastest policy at the shortest and at the longest context."""
     told = []
     for context in sorted({min(row["context"] for row in rows), max(row["context"] for row in rows)}):
         best = max((r for r in rows if r["context"] == context), key=lambda row: row["tokens_per_second"])

@@ -12,7 +12,7 @@ DASHES = ([1, 0], [4, 2], [1, 2])
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """Those about bytes, with how many of the call's checks against the allocators agree."""
+    """Rows about bytes, with the number of the call's checks against the allocators, and of those that agree."""
     checks: dict[str, list[bool]] = {}
     for row in rows:
         if row.get("about") == "check":

@@ -1,4 +1,4 @@
-"""The longest context that runs under a cap of the device's memory, and that one block more is refused beforehand."""
+"""The longest context that runs under a cap of the device's memory, and the refusal of one block more."""
 
 import gc
 import time
@@ -21,34 +21,34 @@ from tiered.offload.errors import NoRoomError
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy
 
-# Refresh, step, step, and where the policy updates an update: see `patient`.
+# Refresh, step, step, and an update if the policy updates: see `patient`.
 CALL = PolicyCall(positions=1024, steps=4)
-# Positions of a run, at most; a longer context is planned and refused, not run. Shorter ones are fallen back on.
+# Most positions of a run, then fewer, if time is short. A longer context is planned and refused, not run.
 _POSITIONS = (65536, 49152, 32768, 16384, 4096)
-# Rough, to choose among those: what of the measured rate a refresh reaches, and bytes a second at which host memory is
-# pinned, and pages come back.
+# Rough figures to choose among those: share of the measured rate that a refresh reaches, and bytes a second at which
+# host memory is pinned, and streamed.
 _REACHED, _PINNED_A_SECOND, _PAGED_A_SECOND = 0.4, 4e9, 2e10
 
 
-# Seconds that a run of a policy with a budget of the host (0: nothing is streamed) may be expected to take.
+# Most expected seconds of a run, by policy and budget of the host (0: nothing is streamed).
 _CASES = {
     "fast_dllm_dual, host 0": 10,
     "polestar_resident, host 0": 10,
     "polestar_delta, host 64GiB": 12,
     "polestar_raw, host 64GiB": 14,
     "fast_dllm_dual, host 64GiB": 12,
-    "polestar_delta, host 64GiB, longer": 20,  # last, since nothing waits behind it
+    "polestar_delta, host 64GiB, longer": 20,  # last, because no case waits behind it
 }
 _TINY_HOST = {"0": "0", "64GiB": "1MiB"}
 
 
 def cases(setting: Setting) -> list[str]:
-    """By policy and host budget."""
+    """The cases by policy and host budget."""
     return list(_CASES)
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """How far the plan says that the context goes, a call there, or as far as time allows, and one a block beyond."""
+    """The longest context of the plan, a call there, or as far as time allows, and a refused call of one block more."""
     variant, host, *longer = case.replace("host ", "").split(", ")
     policy, budget = patient(policy_of(variant, setting)), budget_of(setting, host)
     longest = longest_context(setting, policy, budget)
@@ -84,7 +84,7 @@ def budget_of(setting: Setting, host: str) -> MemoryBudget:
 
 
 def longest_context(setting: Setting, policy: Policy, budget: MemoryBudget) -> int:
-    """Positions, as `tiered.plan` finds them."""
+    """Positions of the longest context, by `tiered.plan`."""
     longest = planned(setting, policy, replace(CALL, positions=2 * BLOCK), budget).largest_context
     assert longest is not None, "a cap limits it"
     return longest
@@ -93,8 +93,8 @@ def longest_context(setting: Setting, policy: Policy, budget: MemoryBudget) -> i
 def fitting_run(
     setting: Setting, policy: Policy, budget: MemoryBudget, longest: int, most_seconds: float
 ) -> tuple[int, float]:
-    """Positions of the run, and seconds that it will take, roughly: the longest context, or the next shorter one that
-    is done in time, or the shortest."""
+    """Positions of the run, and seconds that it will take, roughly. The run has the longest context, else the next
+    shorter one that ends in time, else the shortest."""
     first = min(longest, _POSITIONS[0])
     found = [(first, expected_seconds(setting, policy, budget, first))]
     for positions in _POSITIONS:
@@ -104,7 +104,7 @@ def fitting_run(
 
 
 def expected_seconds(setting: Setting, policy: Policy, budget: MemoryBudget, positions: int) -> float:
-    """Of a run: the arithmetic of its refresh, and host memory to pin and to stream."""
+    """Seconds of a run: the arithmetic of its refresh, and host memory to pin and to stream."""
     plan = planned(setting, policy, replace(CALL, positions=positions), budget)
     streamed = 0 if plan.streams is None else plan.streams.moved
     flops = work_of(random_llada(setting).shape, positions, positions).flops
@@ -130,8 +130,8 @@ def _warm_up(setting: Setting, variant: str) -> None:
 def capped_run(
     setting: Setting, policy: Policy, budget: MemoryBudget, call: PolicyCall, plan: Plan
 ) -> tuple[Measured, dict[str, Any], list[str]]:
-    """What came of `call` under `budget`, the figures of it, and what was wrong. Where torch refuses to hold as much as
-    the ledger allows, that is wrong, and the call is repeated without torch's own limit.
+    """The results of `call` under `budget`, its figures, and its faults. If torch refuses to hold as much as the ledger
+    allows, that is a fault, and the call is repeated without torch's own limit.
 
     Raises:
         TierCapacityError: the runtime refuses what was planned.
@@ -149,7 +149,7 @@ def capped_run(
     except (torch.OutOfMemoryError, NoRoomError) as error:
         faults.append(f"torch refused what the ledger allows: {str(error).splitlines()[0]}")
         ran = None
-    # Here, where the error is gone, and with it the frames that held the call's tensors.
+    # Only here the error is gone, and with it the frames that held the call's tensors.
     measured, memory, seconds = ran or once(None)
     faults += [*measured.faults(random_llada(setting)), *memory.faults(measured.out, cap)]
     return measured, {"seconds": seconds, "memory": memory.figures(measured.out, plan)}, faults
@@ -157,8 +157,8 @@ def capped_run(
 
 @contextmanager
 def torch_limit(device: torch.device, cap: int | None) -> Iterator[None]:
-    """Torch's allocator holds no more than `cap` bytes meanwhile, what it holds for libraries included. The context of
-    CUDA is beside that. Without CUDA or a cap: no limit."""
+    """Torch's allocator holds no more than `cap` bytes meanwhile, memory for libraries included. The context of CUDA is
+    beside that. Without CUDA or a cap there is no limit."""
     if device.type != "cuda" or cap is None:
         yield
         return
@@ -173,8 +173,8 @@ def torch_limit(device: torch.device, cap: int | None) -> Iterator[None]:
 def refusal(
     setting: Setting, policy: Policy, budget: MemoryBudget, call: PolicyCall
 ) -> tuple[dict[str, Any], str | None]:
-    """How `call`, which does not fit `budget`, is refused, and what is wrong about that: it has to be before any pass,
-    and the books have to be as they were."""
+    """The refusal of `call`, which does not fit `budget`, and its fault. The refusal has to come before any pass, and
+    the books have to be as they were."""
     runtime, ids = random_runtime(setting, policy, budget), random_ids(setting, call.positions - call.answer)
     held = [runtime.ledger.accounts(tier) for tier in Tier]
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast the link copies, by kind of host memory and direction, and what pinning costs."""
+"""Speeds of copies over the link, by kind of host memory and direction, and the time of pinning."""
 
 import time
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ def cases(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Speeds of a large copy and, as `medium_…`, of a smaller one; `pin_ms_per_gib`: the time to obtain the memory,
-    None where it is not pinned."""
+    """Speeds of a large copy and, as `medium_…`, of a smaller one. `pin_ms_per_gib`: time to obtain the memory; None if
+    it is not pinned."""
     large, medium = (MIB, MIB // 16) if setting.tiny else (256 * MIB, 16 * MIB)
     memory = _device_memory(setting.on, 2 * large, setting.seed)
     if case == WITHIN:
@@ -54,7 +54,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
 
 
 def copy_all(pairs: Pairs, device: torch.device) -> None:
-    """Each source to its target, at the same time where there are two; in order with the current stream of `device`."""
+    """Copy each source to its target, two at the same time, in order with the current stream of `device`."""
     if len(pairs) == 1 or device.type != "cuda":
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
@@ -90,7 +90,7 @@ def _pairs(direction: str, host: UInt8[Tensor, " two"], device: UInt8[Tensor, " 
 
 @lru_cache(maxsize=1)  # one kind of memory at a time
 def _host_memory(kind: str, device: torch.device, nbytes: int, seed: int) -> tuple[Chunk, float]:
-    """Memory, random in its first half, and the seconds that it took to obtain."""
+    """Memory, random in its first half, and the seconds of its allocation."""
     pinner = PINNERS[kind](device)
     pinner.allocate(1 << 16).free()  # imports, and CUDA's first call
     begin = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The laws of the tiers at LLaDA-8B's width: bit for bit, whatever carries the hidden states and whenever.
+"""The laws of the tiers at LLaDA-8B's width: no tier and no delay of a copy changes a bit.
 
-Four layers of the random model, 4096 positions. Of each call every key, value and logit of every forward is compared,
-so a row that is wrong says which came first. What no device promises is a figure, not a check: in bfloat16 a row may
-come out otherwise in another batch or among other rows, since libraries choose kernels by shape.
+Calls run four layers of the random model over 4096 positions. Every key, value and logit of every forward is compared,
+so a wrong row names the first difference. Bits that no device promises are figures, not checks. In bfloat16 a row may
+differ in another batch or among other rows, because libraries choose kernels by shape.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,17 +36,17 @@ LAYERS = 4
 # clusters of its own, so an update fetches in all of them.
 DELTA = Polestar(codec=Codec.NVFP4_DELTA, cluster_layers=1, update_threshold=7)
 CONTROL = "damaged rows are seen"
-# Else an update renews all that there are, and what was fetched is of no use.
+# An update must not renew all clusters, or fetched rows are of no use.
 TINY = {"clusters": 7, "top_m": 3, "update_threshold": 15}
 
 
 def cases(setting: Setting) -> list[str]:
-    """A control and the laws first; the float32 one last, whose passes take longest."""
+    """A control and the laws first; the float32 case last, because its passes take longest."""
     return [CONTROL, *_LAWS, "a padded batch, each alone", "all renewed, none, bfloat16", "all renewed, none, float32"]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Of a law, whether it holds and the forwards by kind; else figures of how far calls are apart."""
+    """A law's verdict and forwards by kind, or figures of the distance between two calls."""
     if case == CONTROL:
         return _control(setting)
     if case in _LAWS:
@@ -64,8 +64,8 @@ class Left(Kinds):
 
     Attributes:
         stores: keys and values of every layer after each forward, [2 layers, batch, heads, length, head_dim].
-        logits: of each forward, [batch, rows, vocab].
-        out: of the call, once it has ended.
+        logits: logits of each forward, [batch, rows, vocab].
+        out: output of the call, once it has ended.
     """
 
     stores: list[Tensor] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Left(Kinds):
         self.stores.append(torch.stack([forward.store.view(feature, layer) for layer in layers for feature in _KEPT]))
 
     def difference(self, other: "Left") -> str | None:
-        """Where the two first differ, for people; None: they are the same bit by bit."""
+        """The first difference, in words; None if the two are the same bit by bit."""
         if self.kinds != other.kinds:
             return f"forwards were {_counts(self.kinds)} here, {_counts(other.kinds)} there"
         for number, kind in enumerate(self.kinds):
@@ -92,7 +92,7 @@ class Left(Kinds):
 
 
 def left_by(runtime: Runtime, ids: Tensor, **options: Any) -> Left:
-    """What a call of `generate` leaves."""
+    """Run a call of `generate`, and keep its keys, values and logits."""
     left = Left()
     with _kept_logits(runtime.model, left.logits):
         left.out = runtime.generate(ids, inspector=left, **options)
@@ -101,12 +101,12 @@ def left_by(runtime: Runtime, ids: Tensor, **options: Any) -> Left:
 
 @contextmanager
 def _kept_logits(model: DiffusionModel, kept: list[Tensor]) -> Iterator[None]:
-    """Let `kept` have all logits that `model` makes meanwhile."""
+    """Append all logits that `model` makes meanwhile to `kept`."""
     plain = model.logits
 
     def logits(hidden: Tensor) -> Tensor:
         kept.append(plain(hidden))
-        return kept[-1].clone()  # what comes behind may write into its own
+        return kept[-1].clone()  # the caller may write into its own
 
     vars(model)["logits"] = logits
     try:
@@ -116,7 +116,7 @@ def _kept_logits(model: DiffusionModel, kept: list[Tensor]) -> Iterator[None]:
 
 
 def _differing(one: Tensor, two: Tensor) -> str | None:
-    """How many elements differ in their bits, and by how much."""
+    """The number of elements that differ in their bits, and the largest difference; None for no difference."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return f"{tuple(one.shape)} of {one.dtype} here, {tuple(two.shape)} of {two.dtype} there"
     bits = _BITS[one.dtype.itemsize]
@@ -168,7 +168,7 @@ def _by(setting: Setting, codec: Codec = Codec.NVFP4_DELTA, late: bool = False) 
     return _call(setting, _policy(setting, codec=codec), partial(transport, setting.on, delay=delay))
 
 
-# Two calls that leave the same.
+# Two calls that must give the same bits.
 _LAWS: Mapping[str, tuple[Callable[[Setting], Left], Callable[[Setting], Left]]] = {
     "twice the same": (_delta, _by),
     "raw, offloaded, resident": (_raw, lambda setting: _resident(setting, Codec.RAW)),
@@ -183,7 +183,7 @@ _LAWS: Mapping[str, tuple[Callable[[Setting], Left], Callable[[Setting], Left]]]
 
 
 def _control(setting: Setting) -> dict[str, Any]:
-    """Whether the laws would see it if the bytes were wrong."""
+    """The control: the laws have to see wrong bytes."""
     damaged = _call(setting, _policy(setting, codec=Codec.RAW), lambda: Damaging(transport(setting.on)))
     difference = _raw(setting).difference(damaged)
     blind = "stored rows were damaged, and nothing came of it" if difference is None else None
@@ -200,8 +200,8 @@ def _verdict(left: Left, difference: str | None) -> dict[str, Any]:
 
 
 def _batch(setting: Setting) -> dict[str, Any]:
-    """Two prompts of different lengths, padded on the left, beside each alone: shares of tokens that are the same, and
-    how far the first forward's logits are apart."""
+    """Two prompts of different lengths, padded on the left, beside each prompt alone: shares of equal tokens, and
+    distances of the first forward's logits."""
     runtime = Runtime(few_layers(setting, LAYERS), policy=_policy(setting))
     prompt = random_ids(setting, 90 if setting.tiny else 2048)
     shorter, pads = prompt[:, : -(prompt.shape[1] // 3)], prompt.shape[1] // 3

@@ -1,7 +1,7 @@
-"""How fast records are fetched, by their size and by how they lie.
+"""Speeds of fetches of records, by their size and layout.
 
-16 MiB of records at a time from pinned memory: `scattered`, every second one of a stretch, or `merged`, runs of four
-out of eight that are copied as one piece each. Each round takes another stretch, so no cache of the host serves it.
+A fetch takes 16 MiB of records from pinned memory. It is `scattered`, with every second one of a stretch, or `merged`,
+with runs of four out of eight as pieces. Each round takes another stretch, so no cache of the host serves it.
 """
 
 import math
@@ -37,18 +37,18 @@ KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 9
 PEAK = "copy peak"
 _RUN = 4  # records that lie side by side, for `merged`
-_SIZES = (4, 16, 64, 144, 256, 1024)  # KiB of a record; 144: LLaDA's of 64 rows, with its room
+_SIZES = (4, 16, 64, 144, 256, 1024)  # KiB of a record; 144 is LLaDA's of 64 rows, with its room
 _BY_LAYOUT = [f"{size} KiB {layout}" for size in _SIZES for layout in ("scattered", "merged")]
 
 
 def cases(setting: Setting) -> list[str]:
-    """The peak, every size by how the records lie, and last what `StoredRows` makes of it."""
+    """The peak, every size by layout, and last the fetches of `StoredRows`."""
     fetched = (f"delta fetch {count} clusters" for count in ((2, 6) if setting.tiny else (4, 16, 64, 256)))
     return [PEAK, *_BY_LAYOUT, *fetched]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Speeds, and `over_peak`, their share of what one large copy from the same memory does in this process."""
+    """Speeds, and `over_peak`, their share of the speed of one large copy from the same memory in this process."""
     if case == PEAK:
         pinner = pick_pinner(setting.on).name
         return {"pinner": pinner, "bytes": len(_source(setting)), **speeds(len(_source(setting)), _peak_times(setting))}
@@ -63,8 +63,8 @@ def peak(setting: Setting) -> float:
 
 
 def segments(size: int, window: int, total: int, run: int) -> list[Segment]:
-    """As many records of `size` as `total` bytes hold, from the stretch number `window` of twice as many bytes: `run`
-    of them side by side, then as many that are left out. In the target they stand one after another."""
+    """As many records of `size` as `total` bytes hold, from the stretch number `window` of twice as many bytes. `run`
+    records lie side by side, then as many are left out. In the target they stand one after another."""
     base = 2 * total * window
     return [
         Segment(base + (number // run * 2 * run + number % run) * size, number * size, size)
@@ -73,7 +73,7 @@ def segments(size: int, window: int, total: int, run: int) -> list[Segment]:
 
 
 def _stretches(setting: Setting, size: int, run: int = 1) -> tuple[list[list[Segment]], Tensor, Tensor]:
-    """Records of each stretch of the source, what they are fetched to, and what has to be there of the first."""
+    """Records of each stretch of the source, the target of a fetch, and the bytes that the first one has to bring."""
     source, total = _source(setting), _total(setting)
     windows = [segments(size, window, total, run) for window in range(len(source) // (2 * total))]
     wanted = torch.cat([source[record.source :][: record.size] for record in windows[0]])
@@ -98,7 +98,7 @@ def _by_layout(setting: Setting, size: int, layout: str) -> dict[str, Any]:
 
 
 def _seconds(carrier: Transport, copies: Sequence[Copy]) -> float:
-    """From when the lane begins with a fetch until it has ended: what the host does in between counts."""
+    """Seconds of a fetch on its lane, from its begin to its end, the host's work in between included."""
     event = carrier.copy(Lane.FETCH, copies)
     event.synchronize()
     started, ended = event.times.started, event.times.ended
@@ -107,9 +107,9 @@ def _seconds(carrier: Transport, copies: Sequence[Copy]) -> float:
 
 
 def tier_fetch(setting: Setting, wanted: int, peak: float) -> dict[str, Any]:
-    """The fetch of an update: so many clusters of nvfp4_delta to the device, and decoded there. Time from `read` until
-    its rows are there, beside that of its bytes at `peak` bytes a second. The rows have to be, bit for bit, what
-    encoding and decoding on the spot gives."""
+    """The fetch of an update: `wanted` clusters of nvfp4_delta to the device, decoded there. The time from `read` until
+    its rows are there stands beside that of its bytes at `peak` bytes a second. The rows have to be, bit for bit, those
+    of encoding and decoding on the spot."""
     count, size, width = (8, 4, 128) if setting.tiny else (512, 64, 4096)
     record_rows, slots = (2 * size, 1) if setting.tiny else (RECORD_ROWS, MOST_SLOTS)
     given, centroids = _clustered(count, size, width, torch.Generator(setting.on).manual_seed(setting.seed))

@@ -1,4 +1,4 @@
-"""Kernels, and what of torch a step spends its time with, against the time that moving their bytes takes."""
+"""Times of kernels, and of torch's operations in a step, beside the time that their bytes take to move."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,23 +15,23 @@ from gpu_parts.moved_bytes import copy_bandwidth
 from gpu_parts.setting import Setting
 
 Work = Callable[[], object]
-Inputs = list[tuple[Any, tuple[Tensor, ...]]]  # of a case, each with room for its results
+Inputs = list[tuple[Any, tuple[Tensor, ...]]]  # inputs of a case, each with room for its results
 
-_ROUNDS = 11  # of each of two interleaved timings
-_CALLS = 16  # in a round at least: events are good to half a microsecond
-_L2_TIMES = 4  # what the inputs of a round weigh, in caches
+_ROUNDS = 11  # rounds of each of two interleaved timings
+_CALLS = 16  # least calls of a round: events are exact to half a microsecond
+_L2_TIMES = 4  # bytes of the inputs of a round, in caches
 _MOST_INPUTS = 16
 
 
 def cases(setting: Setting) -> list[str]:
-    """All, by kernel."""
+    """All cases, by kernel."""
     return list(sized("TIMED", setting.tiny))
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Times of one call: `time_us`, median, and `low_us` and `high_us`, its 20th and 80th percentiles, as `timed` says;
-    `eager_us` where the host launches call after call. `noise` is the difference between two interleaved medians of the
-    same, over `time_us`. `floor_us` is `bytes` at the measured bandwidth of a copy.
+    """Times of one call: the median `time_us`, and `low_us` and `high_us`, its 20th and 80th percentiles. `timed` says
+    how. `eager_us` is the time if the host launches call after call. `noise` is the difference between two interleaved
+    medians of the same, over `time_us`. `floor_us` is `bytes` at the measured bandwidth of a copy.
     """
     device = setting.on
     interpret(device)
@@ -63,7 +63,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
 
 
 def rotation(case: KernelCase, generator: torch.Generator, cache: int) -> Inputs:
-    """As many independent inputs as it takes for each to have left a cache of so many bytes before its next turn."""
+    """Independent inputs, up to `_MOST_INPUTS`, so that each has left a cache of `cache` bytes by its next turn."""
 
     def drawn() -> tuple[Any, tuple[Tensor, ...]]:
         given = case.draw(generator)
@@ -75,8 +75,8 @@ def rotation(case: KernelCase, generator: torch.Generator, cache: int) -> Inputs
 
 
 def _replayed(work: Work, calls: int, device: torch.device) -> tuple[Work, str]:
-    """`work`, so many times, as one graph: with the host out of the way, the time of a small kernel is its own. Where
-    the device can capture none, as the host launches them."""
+    """`calls` of `work` as one graph: without the host, the time of a small kernel is its own. If the device cannot
+    capture them, the host launches them."""
     if device.type != "cuda":
         return work, "launched"
     graph = torch.cuda.CUDAGraph()
@@ -94,8 +94,8 @@ def _replayed(work: Work, calls: int, device: torch.device) -> tuple[Work, str]:
 
 @contextmanager
 def recorded(kernels: list[dict[str, Any]]) -> Iterator[None]:
-    """Add a row to `kernels` for every compiled kernel that Triton starts in the context, once each: its name, the
-    registers and the spilled ones of a thread, bytes of shared memory, warps. None where kernels are interpreted."""
+    """Add a row to `kernels` for every compiled kernel that Triton starts in the context. It has the name, a thread's
+    registers and spilled ones, bytes of shared memory, and warps. Interpreted kernels have no row."""
     from triton.runtime.jit import JITFunction
 
     started: dict[int, Any] = {}  # by identity

@@ -16,7 +16,7 @@ from measuring.provenance import ROOT
 from gpu_parts.setting import Setting, checked
 
 WORKERS = 4  # processes that share the device, so that a test that kills it takes few others along
-SECONDS = 145.0  # of the part's; the rest is for what it leaves behind
+SECONDS = 145.0  # of the part's; the rest is for its end
 _LISTED = 40
 
 
@@ -26,8 +26,8 @@ def cases(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Counts by outcome; names of what failed and of what was not over in time. `ok`: nothing is among those, and some
-    test ran, or nothing can because there is no GPU."""
+    """Counts by outcome, and names of tests that failed or did not end. `ok`: there are no such tests, and a test
+    passed or there is no GPU."""
     files, began = gpu_files(), time.monotonic()
     with TemporaryDirectory() as folder:
         notes = Path(folder, "notes.jsonl")
@@ -38,7 +38,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
 
 
 def gpu_files() -> list[Path]:
-    """Those that have such tests: what else is in the folder may need packages that are not installed."""
+    """Files that have such tests: others may need packages that are not installed."""
     return sorted(path for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
 
 
@@ -46,9 +46,9 @@ def figures(notes: list[dict[str, Any]], status: int | None, *, device: str) -> 
     """The row of a run.
 
     Args:
-        notes: of `gpu_parts.outcome_notes`, in their order.
-        status: pytest's; None: it was killed, because it took too long.
-        device: a machine with a GPU has to have run some.
+        notes: lines of `gpu_parts.outcome_notes`, in their order.
+        status: pytest's exit status; None if it was killed, because it took too long.
+        device: type of the device; with "cuda" some test has to pass.
     """
     ended = {note["test"]: note for note in notes if note["what"] == "ended"}
     outcomes = Counter(note["outcome"] for note in ended.values())
@@ -72,7 +72,7 @@ def figures(notes: list[dict[str, Any]], status: int | None, *, device: str) -> 
 def run_pytest(
     files: list[Path], notes: Path, *, workers: int, seconds: float = SECONDS, root: Path = ROOT
 ) -> int | None:
-    """The exit status; None where it took longer than `seconds`. `root`: folder that names of tests start from."""
+    """The exit status; None if it took longer than `seconds`. `root`: folder that names of tests start from."""
     shared = importlib.util.find_spec("xdist") is not None
     command = [
         *(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"),
@@ -82,7 +82,7 @@ def run_pytest(
         *(("-n", str(workers)) if shared and workers else ()),
         *map(str, files),
     ]
-    # What somebody wishes of other runs is not wished of this one.
+    # Options of pytest in the environment are for other runs.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment) as process:
         try:

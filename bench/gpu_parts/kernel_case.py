@@ -1,6 +1,6 @@
-"""What a kernel case is: how inputs are drawn, how the kernel is run over them, what it must give; and all of them.
+"""The base of kernel cases: inputs that are drawn, the kernel's run, and results that it must give; and all cases.
 
-They are found: `CHECKED` and `TIMED` of every module `kernel_cases_*`, in the order of its name.
+All cases are those in `CHECKED` and `TIMED` of every module `kernel_cases_*`, in the order of its name.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-# Of ‖found − true‖ / ‖true‖, for results rounded to these: half a step of the 16-bit formats, which is twice and more
-# what rounding to nearest makes of random numbers; float32 is rounded a few times on the way.
+# Bounds of ‖found − true‖ / ‖true‖ by the dtype of results: half a step of the 16-bit formats, which is at least twice
+# the error of random numbers rounded to nearest. float32 is rounded a few times on the way.
 ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -27,13 +27,13 @@ class KernelCase(ABC):
     """One kernel at one size. Subclasses are frozen dataclasses, one for each kernel.
 
     Every call of `draw` gives inputs that share nothing with those of another, so that a few in turn are more than a
-    cache holds. What `moved` counts is the least: every input read once and every result written once.
+    cache holds. `moved` counts the least bytes: every input read once and every result written once.
 
     Attributes:
-        triton: not one of torch's own.
-        into: name of what `draw` gives that the kernel writes into; "": it makes its own results.
-        error, roundings: what rounding explains of ‖found − true‖ / ‖true‖: so much, or so many roundings to the dtype.
-        of_rows: how much more of a single row, along the last dimension.
+        triton: False for a kernel of torch's own.
+        into: name of the input that the kernel writes into; "" if it makes its own results.
+        error, roundings: ‖found − true‖ / ‖true‖ that rounding explains, and number of roundings to the dtype.
+        of_rows: factor of that bound for a single row, along the last dimension.
     """
 
     kernel: ClassVar[str]
@@ -46,7 +46,7 @@ class KernelCase(ABC):
 
     @property
     def name(self) -> str:
-        """The kernel and what is set of its sizes."""
+        """The kernel, and fields that differ from their defaults."""
         own = {of.name: value for of in fields(self) if (value := getattr(self, of.name)) != of.default}
         words = [name if value is True else f"{name}={value}".replace("torch.", "") for name, value in own.items()]
         return " ".join([self.kernel, *words])
@@ -58,14 +58,14 @@ class KernelCase(ABC):
 
     @abstractmethod
     def tiny(self) -> Self:
-        """The same at a size of a few programs, for the interpreter and for the sanitizer."""
+        """The case at a size of a few programs, for the interpreter and for the sanitizer."""
 
     @abstractmethod
     def draw(self, generator: torch.Generator) -> Any:
         """Random inputs on the device of `generator`."""
 
     def room(self, given: Any) -> tuple[Tensor, ...]:
-        """What `run` writes into, a new one with each call."""
+        """New memory for `run` to write into."""
         return (getattr(given, self.into).clone(),) if self.into else ()
 
     @abstractmethod
@@ -73,11 +73,11 @@ class KernelCase(ABC):
         """Start the kernel as the runtime does, and return its results."""
 
     def law(self, given: Any) -> Sequence[Tensor] | None:
-        """What the results must be, bit for bit; None where rounding may differ."""
+        """The results, bit for bit; None if rounding may differ."""
         return None
 
     def truth(self, given: Any) -> Sequence[Tensor]:
-        """What `seen` must be, by the definition and in float64."""
+        """The numbers that `seen` must give, by the definition and in float64."""
         return [result.double() for result in self.law(given) or ()]
 
     def seen(self, given: Any, results: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -86,10 +86,10 @@ class KernelCase(ABC):
 
     @abstractmethod
     def moved(self, given: Any) -> int:
-        """Bytes."""
+        """Bytes that the kernel moves at least."""
 
     def arithmetic(self, given: Any) -> int:
-        """Floating-point operations of the matrix products, each once; 0 where there are none."""
+        """Floating-point operations of the matrix products, each once; 0 without products."""
         return 0
 
 
@@ -101,7 +101,7 @@ def found(table: str) -> tuple[KernelCase, ...]:
 
 
 def sized(table: str, tiny: bool) -> dict[str, KernelCase]:
-    """By the name at full size, so that a rehearsal and a day have the same rows."""
+    """All cases by their names at full size, so that a rehearsal and a day have the same rows."""
     return {case.name: case.tiny() if tiny else case for case in found(table)}
 
 
@@ -111,7 +111,7 @@ def small_cases() -> dict[str, KernelCase]:
 
 
 def run_once(case: KernelCase, device: torch.device) -> None:
-    """On random inputs, and wait. It checks nothing."""
+    """Run the case on random inputs, and wait. It checks nothing."""
     interpret(device)
     given = case.draw(generator_of(case.name, 0, device))
     case.run(given, case.room(given))
@@ -120,21 +120,21 @@ def run_once(case: KernelCase, device: torch.device) -> None:
 
 
 def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
-    """Draws of one case: they do not depend on which others run."""
+    """A generator for one case, whose draws do not depend on other cases."""
     return torch.Generator(device).manual_seed(seed + zlib.crc32(name.encode()))
 
 
 def op(name: str, function: str | None = None) -> Callable[..., Any]:
-    """A function of a kernel's module, the one of its name for None. The module is imported here and now: `interpret`
-    must have been called before."""
+    """A function of a kernel's module; None for the function of the module's name. The module is imported now, so
+    `interpret` must have been called before."""
     return getattr(importlib.import_module(f"tiered.kernels.{name}"), function or name)
 
 
 def interpret(device: torch.device) -> None:
-    """Have Triton interpret its kernels where `device` can run none.
+    """Have Triton interpret its kernels if `device` cannot run them.
 
     Raises:
-        RuntimeError: Triton was imported without that.
+        RuntimeError: Triton was imported before, without its interpreter.
     """
     if device.type == "cuda":
         return
@@ -149,12 +149,12 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
 
 
 def random_bytes(generator: torch.Generator, *shape: int, below: int = 256) -> Tensor:
-    """uint8."""
+    """Random numbers below `below`; uint8."""
     return torch.randint(below, shape, generator=generator, device=generator.device, dtype=torch.uint8)
 
 
 def shuffled(generator: torch.Generator, count: int) -> Tensor:
-    """The numbers below `count` in some order; int64."""
+    """The numbers below `count` in random order; int64."""
     return torch.randperm(count, generator=generator, device=generator.device)
 
 

@@ -14,18 +14,18 @@ from tiered.kernels.keys_of_values import KeysOfValues
 from tiered.kernels.row_code import RowCode
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
-# Of a sum of exponentials of scores that are float32 sums of some hundred products, each exact.
+# Error of a sum of exponentials of scores, which are float32 sums of some hundred products, each exact.
 _SUMS = 1e-5
-# No multiples of 16: Triton compiles a kernel anew where a number is one, which takes seconds. So what is timed has
-# nearly all been compiled when it was checked.
+# No multiples of 16: Triton compiles a kernel anew for such a number, which takes seconds. So nearly all timed kernels
+# have been compiled by checks.
 CHECKED_KEYS, TIMED_KEYS = 5003, 32763
 SOFT_CAP = 30.0
 _BESIDE = 7  # columns of a store in front of those that are read
-_PADS = 40  # at the most
+_PADS = 40  # most pads of a sequence
 
 
 class HeadShape(NamedTuple):
-    """Heads of a model, and whose they are."""
+    """Heads of a model, and the model's name."""
 
     model: str
     heads: int
@@ -36,7 +36,7 @@ class HeadShape(NamedTuple):
         return self.model
 
     def tiny(self, head_dim: int = 24) -> "HeadShape":
-        """Two key heads, with two heads each where heads share them."""
+        """Two key heads, with two heads each if heads share them."""
         return HeadShape(self.model, 2 if self.heads == self.kv_heads else 4, 2, head_dim)
 
 
@@ -46,8 +46,8 @@ GEMMA = HeadShape("diffusion-gemma", 16, 2, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """Inputs, by the names of the kernels. `coded`: of keys and values, which are then what these decode to.
-    `made`: the keys, if they are made of values."""
+    """Inputs, by the names of the kernels. `coded`: codes of keys and values, from which `keys` and `values` are
+    decoded. `made`: the keys, if they are made of values."""
 
     queries: Tensor
     keys: Tensor
@@ -63,7 +63,7 @@ class Attended:
     made: KeysOfValues | None = None
 
     def scores64(self, keys: Tensor) -> Tensor:
-        """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
+        """[batch, heads, rows, sinks and columns], the sinks first; −inf if masked."""
         scores = self.queries.double() @ self._doubles(keys).mT
         column = torch.arange(keys.shape[2], device=scores.device)
         if self.start is not None:
@@ -80,7 +80,7 @@ class Attended:
         return (self.soft_cap * (scores / self.soft_cap).tanh()).where(scores > -torch.inf, -torch.inf)
 
     def mixed64(self) -> Tensor:
-        """[batch, heads, rows, head_dim]: zeros where a row sees nothing."""
+        """[batch, heads, rows, head_dim]: zeros if a row sees nothing."""
         assert self.values is not None, "nothing to mix"
         values = self._doubles(self.values)
         if self.sink_values is not None:
@@ -91,7 +91,7 @@ class Attended:
         return rows.double().repeat_interleave(self.queries.shape[1] // rows.shape[1], dim=1)
 
     def nbytes(self) -> int:
-        """Of queries, of the columns that count, and of what stands beside them, once each."""
+        """Bytes of queries, of the columns that count, and of the inputs beside them, once each."""
         both = [self.keys] if self.values is None else [self.keys, self.values]
         if self.coded is not None:
             both = [rows.bytes for rows in self.coded]
@@ -114,11 +114,11 @@ class AttentionCase(KernelCase):
     """Queries of some rows over `length` keys.
 
     Attributes:
-        products: matrix products of queries and columns; without the second there are no values.
-        rows: of each head: centroids, or rows of a block.
+        products: number of matrix products of queries and columns; 1 if there are no values.
+        rows: rows of each head: centroids, or rows of a block.
         masked: pads on the right of the first sequence and on the left of the next; keys there are `at_pads`.
-        strided: keys are one layer of a store, and some of its columns; queries as a projection leaves them.
-        sinks: of each head; None: the kernel is given none.
+        strided: keys are one layer of a store, and some of its columns; queries lie as a projection leaves them.
+        sinks: number of sinks of each head; None for no sinks.
     """
 
     products: ClassVar[int] = 2
@@ -164,7 +164,7 @@ class AttentionCase(KernelCase):
         return given if self.products == 1 else replace(given, values=cached(), sink_values=of_sinks())
 
     def mask(self, device: torch.device) -> Tensor:
-        """[batch, length], a number of pads in each sequence."""
+        """[batch, length], False at the pads of each sequence."""
         key_mask = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
         key_mask[::2, self.length - self.pads :] = False
         key_mask[1::2, : self.pads] = False
@@ -172,7 +172,7 @@ class AttentionCase(KernelCase):
 
     @property
     def pads(self) -> int:
-        """Of a sequence that has some."""
+        """Number of pads of a sequence that has some."""
         return min(self.length // 9 + 1, _PADS)
 
     def truth(self, given: Any) -> Sequence[Tensor]:
@@ -187,12 +187,12 @@ class AttentionCase(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttention(AttentionCase):
-    """Seen: the rows, and Σ exp(score) of each.
+    """`seen` gives the rows, and Σ exp(score) of each.
 
     Attributes:
         partly: a row sees the first columns only; the first row of each sequence all of them, the last none.
-        padded: pads on the left of every other sequence, told by its first column.
-        code: that keys and values are in, some columns of a store; None: they are as they are.
+        padded: pads on the left of every other sequence, given by its first column.
+        code: code of keys and values, which are some columns of a store; None for raw ones.
     """
 
     kernel = "block_attention"
@@ -220,7 +220,7 @@ class BlockAttention(AttentionCase):
         return replace(given, keys=keys.values(), values=values.values(), coded=(keys, values))
 
     def coded(self, rows: Tensor, code: RowCode) -> CodedRows:
-        """`rows` as some columns of a store; anything for what is no number."""
+        """`rows` in codes, as some columns of a store; 0 in place of NaN."""
         coded = CodedRows.of(rows.nan_to_num(), code)
         store = coded.bytes.new_full((*coded.shape[:2], _BESIDE + self.length, coded.bytes.shape[3]), 255)
         store[:, :, _BESIDE:] = coded.bytes
@@ -246,7 +246,7 @@ class BlockAttention(AttentionCase):
 
 @dataclass(frozen=True, kw_only=True)
 class MadeKeys(BlockAttention):
-    """The same with keys that are made of values.
+    """Attention of a block with keys that are made of values.
 
     Attributes:
         turning: pairs of elements that turn.
@@ -270,7 +270,7 @@ class MadeKeys(BlockAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchAttention(AttentionCase):
-    """The same by torch, where it can."""
+    """Attention of a block by torch."""
 
     kernel, triton, at_pads = "scaled_dot_product_attention", False, 0.0  # torch multiplies values there by 0
 

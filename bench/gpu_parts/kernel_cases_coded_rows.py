@@ -12,9 +12,9 @@ from tiered.kernels import decode_rows_ref, encode_rows_ref
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 
-_ERRORS = {RowCode.FP8: 0.05, RowCode.NVFP4: 0.15}  # of the norm of normal numbers: 0.027, 0.095, and room for a few
+_ERRORS = {RowCode.FP8: 0.05, RowCode.NVFP4: 0.15}  # over the norm: 0.027, 0.095 of normal numbers, and room for a few
 _NEAR = 64  # rows of a base
-_NOISE, _ALONG = 0.25, 1.25  # of rows: what is beside their base, and their projection on it
+_NOISE, _ALONG = 0.25, 1.25  # of rows: the part beside their base, and their projection on it
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SPARE = 7  # rows of a buffer, or of an output, that no number names
 
@@ -24,10 +24,10 @@ class Numbered:
     """Some rows of a buffer, with gaps and not in order.
 
     Attributes:
-        buffer: bytes of rows for decoding, or what stands where they are written.
-        numbers: of the rows there.
-        rows: for encoding, or what stands where they are written.
-        places: of the decoded rows there; None for the first.
+        buffer: bytes of rows for decoding, or memory that encoding writes into.
+        numbers: numbers of the rows in `buffer`.
+        rows: rows for encoding, or memory that decoding writes into.
+        places: places of the decoded rows in `rows`; None for the first ones.
     """
 
     code: RowCode
@@ -50,7 +50,7 @@ class Numbered:
 
     @property
     def nbytes(self) -> int:
-        """What either way must move beside the rows: their codes, numbers, and the bases that are chosen, once each."""
+        """Bytes that either way must move beside the rows: their codes, numbers, and chosen bases, once each."""
         moved = len(self.numbers) * self.buffer.shape[1] + size(self.numbers)
         if self.base is not None:
             moved += size(self.base.of_row) + len(self.base.of_row.unique()) * size(self.base.bases[0])
@@ -71,7 +71,7 @@ class NumberedCase(KernelCase):
         return replace(self, rows=6, width=32 + self.width % 16)
 
     def numbered(self, generator: torch.Generator, rows: Tensor) -> Numbered:
-        """With random bytes for a buffer."""
+        """`rows` with random bytes for a buffer."""
         count = self.rows + _SPARE
         buffer = random_bytes(generator, count, self.code.row_bytes(self.width, residual=self.residual))
         numbers, base = shuffled(generator, count)[: self.rows], None
@@ -85,7 +85,7 @@ class NumberedCase(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRows(NumberedCase):
-    """Every code there is, scales of all sizes. `placed`: rows go to places, in rows that lie apart."""
+    """Codes of all values, scales of all sizes. `placed`: rows go to places, in rows that lie apart."""
 
     kernel, into, roundings = "decode_rows", "rows", 2  # Triton's interpreter does not round bfloat16 to nearest
     placed: bool = True
@@ -121,7 +121,7 @@ class DecodeRows(NumberedCase):
         rows = torch.empty(self.rows, self.width)
         decode_rows_ref.decode_rows(given.buffer.cpu(), self.code, rows, numbers, None, base)
         if self.dtype == torch.bfloat16 and given.rows.device.type == "cpu":
-            # Triton's interpreter does not round to it, but cuts off.
+            # Triton's interpreter does not round to bfloat16, but cuts off.
             rows = (rows.view(torch.int32) & -0x10000).view(torch.float32)
         return (_put(given, rows.to(self.dtype), given.rows.cpu().clone()),)
 
@@ -198,9 +198,9 @@ class EncodeHeads(KernelCase):
 
 
 def values64(codes: Tensor, block_scales: Tensor, scale: Tensor, width: int) -> Tensor:
-    """Float64 [n, width] of bytes, [n, code_bytes] and [n, groups]: two E2M1 codes a byte, the even column low; an E4M3
-    scale for 16 columns; a `scale` for each row, or for all. From the description of the format: it shares no line with
-    the kernels' codecs."""
+    """Float64 [n, width] of bytes, [n, code_bytes] and [n, groups]. A byte has two E2M1 codes, the even column low. 16
+    columns have an E4M3 scale; `scale` is for each row, or for all. It follows the description of the format, and
+    shares no line with the kernels' codecs."""
     codes = codes.long()
     magnitudes = torch.tensor(_E2M1, dtype=torch.float64, device=codes.device)
     both = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
@@ -233,7 +233,7 @@ def rows64(coded: Tensor, code: RowCode, width: int, base: RowBase | None) -> Te
 
 
 def _put(given: Numbered, rows: Tensor, standing: Tensor) -> Tensor:
-    """`standing` with `rows` where they belong."""
+    """`standing` with `rows` at their places."""
     places = torch.arange(len(rows)) if given.places is None else given.places
     standing[places.to(rows.device), : rows.shape[1]] = rows
     return standing
@@ -256,7 +256,7 @@ CHECKED: tuple[KernelCase, ...] = (
 )
 TIMED: tuple[KernelCase, ...] = (
     DecodeRows(rows=_ALL),
-    DecodeRows(rows=319),  # of one layer's update
+    DecodeRows(rows=319),  # rows of one layer's update
     EncodeRows(rows=_ALL),
     *(EncodeHeads(code=code, rows=rows) for code in RowCode for rows in (32, 512)),
 )

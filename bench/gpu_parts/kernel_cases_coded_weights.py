@@ -53,7 +53,7 @@ class WeightProduct(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class OneWay(WeightProduct):
-    """The same by one of the two ways, at any number of rows; `DECODED_FROM` rows divide them otherwise."""
+    """The product by one of its two ways, at any number of rows; without a way, `DECODED_FROM` rows divide them."""
 
     way: str
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from gpu_parts.kernel_case import KernelCase, normal, op, shuffled, size
 from gpu_parts.kernel_cases_attention import CHECKED_KEYS, TIMED_KEYS
 
-_INVALID = 0.3  # share of rows that do not count, where there are flags
+_INVALID = 0.3  # share of rows that do not count, if there are flags
 
 
 class Scattered(NamedTuple):
-    """`columns`, [batch, rows], are distinct where `valid`."""
+    """`columns`, [batch, rows], are distinct if `valid`."""
 
     store: Tensor
     values: Tensor
@@ -24,7 +24,7 @@ class Scattered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterRows(KernelCase):
-    """Into the last of `layers` of a store [layers, batch, heads, length, elements]; no other byte of it may change."""
+    """Rows into the last layer of a store [layers, batch, heads, length, elements]; no other byte may change."""
 
     kernel, into = "scatter_rows", "store"
     layers: int = 2
@@ -46,7 +46,7 @@ class ScatterRows(KernelCase):
             valid = torch.rand(index.shape, generator=generator, device=generator.device) >= _INVALID
             index = index.where(valid, index.flip(1))
         values = normal(generator, self.batch, self.rows, self.heads, self.elements, dtype=self.dtype)
-        # As a projection leaves them.
+        # Values lie as a projection leaves them.
         return Scattered(normal(generator, *sizes, dtype=self.dtype), values.transpose(1, 2), index, valid)
 
     def run(self, given: Scattered, room: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -28,8 +28,8 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOutputs(KernelCase):
-    """Outputs and their sum. `experts`: those that the rows of a step pick among, together. Sizes are LLaDA2-mini's.
-    Gates, outputs and sums are rounded, and the values of int4."""
+    """Outputs and their sum. `experts`: number of experts among which the rows of a step pick. Sizes are LLaDA2-mini's.
+    Gates, outputs and sums are rounded, and so are the values of int4."""
 
     kernel, into, roundings = "expert_outputs", "outputs", 5
     code: WeightCode | None = None
@@ -82,7 +82,7 @@ class ExpertOutputs(KernelCase):
 
 
 def _wide(code: WeightCode | None) -> ExpertOutputs:
-    """Of the sizes and the activation of DiffusionGemma, whose canvases are wide."""
+    """A case with the sizes and the activation of DiffusionGemma, whose canvases are wide."""
     return ExpertOutputs(code=code, rows=256, experts=128, width=2816, inner=704, activation="gelu")
 
 

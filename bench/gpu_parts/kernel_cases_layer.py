@@ -1,4 +1,4 @@
-"""Cases of what a layer computes beside its matrix products and its attention: norm, rotation, gate."""
+"""Cases of a layer's operations beside its matrix products and its attention: norm, rotation, gate."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -74,8 +74,8 @@ class RmsNorm(KernelCase):
 
 
 class Rotated(NamedTuple):
-    """`heads` as a projection leaves them; the tables are of all columns, of which `columns`, [batch, rows], are meant;
-    None: all. `norms`: of the heads, if they are normed."""
+    """`heads` lie as a projection leaves them. The tables are of all columns; `columns`, [batch, rows], are those of
+    the rows, None for all. `norms`: norms of the heads, if they are normed."""
 
     heads: Tensor
     cos: Tensor
@@ -86,7 +86,7 @@ class Rotated(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rotate(KernelCase):
-    """`tables`: one for all sequences, or one for each."""
+    """`tables`: number of tables, one for all sequences or one for each."""
 
     kernel, roundings = "rotate", 1
     batch: int = 2

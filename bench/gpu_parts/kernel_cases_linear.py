@@ -1,4 +1,4 @@
-"""A linear layer over the rows of a block, by torch: what a step spends most of its time with."""
+"""A linear layer over the rows of a block, by torch, which takes most of a step's time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

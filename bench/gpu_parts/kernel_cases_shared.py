@@ -18,8 +18,8 @@ _KV_HEADS, _SHARING, _HEAD_DIM = 8, 4, 128
 
 
 class Shared(NamedTuple):
-    """`memory`: keys and values of each call [calls, keys and values, layers, 1, heads, length, stored]. `rows`: of all
-    calls, queries, or keys and values."""
+    """`memory`: keys and values of each call [calls, keys and values, layers, 1, heads, length, stored]. `rows`:
+    queries, or keys and values, of all calls."""
 
     memory: Tensor
     rows: Sequence[Tensor]
@@ -28,7 +28,7 @@ class Shared(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class SharedCase(KernelCase):
     """Calls with memory for `length` columns. The n-th has n columns fewer, and `rows` rows at their end, which read
-    what is in front of them and themselves."""
+    the columns in front of them and themselves."""
 
     calls: int = 8
     rows: int = 32
@@ -55,7 +55,7 @@ class SharedCase(KernelCase):
         return StoreTable.of(calls, self.code, _HEAD_DIM)
 
     def all_rows(self, generator: torch.Generator, heads: int) -> Tensor:
-        """As a projection leaves them."""
+        """Rows of all calls, as a projection leaves them."""
         rows = normal(generator, 1, self.calls * self.rows, heads, _HEAD_DIM, dtype=self.dtype)
         return rows.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Every kernel at a model's size: its bits, its error, whether it wrote every lane, whether it says the same twice."""
+"""Every kernel at a model's size: its bits, its error, lanes that it leaves unwritten, equal results of two runs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,20 +18,20 @@ _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, *_OF_TENSORS}
 
 
 def cases(setting: Setting) -> list[str]:
-    """All, by kernel."""
+    """All cases, by kernel."""
     return list(sized("CHECKED", setting.tiny))
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Errors and their bounds; `bits` where these are the law."""
+    """Errors and their bounds; `bits` says whether a law holds, if there is one."""
     interpret(setting.on)
     of = sized("CHECKED", setting.tiny)[case]
     return {"kernel": of.kernel} | check(of, generator_of(case, setting.seed, setting.on))
 
 
 class Poisoned(TorchFunctionMode):
-    """As a context: every byte of memory that Python code asks torch for is `poison`, scratch too, so that what a
-    kernel leaves unwritten shows. For one thread."""
+    """A context in which every byte of memory that Python code asks torch for is `poison`, scratch too. Lanes that a
+    kernel leaves unwritten then show. It is for one thread."""
 
     def __init__(self, poison: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _differences(found: Sequence[Tensor], law: Sequence[Tensor]) -> Iterator[str]:
-    """What is not as the law has it, bit for bit."""
+    """Differences from the law, bit for bit."""
     for one, wanted in zip(found, law, strict=True):
         if one.shape != wanted.shape or one.dtype != wanted.dtype:
             yield f"{one.dtype} {tuple(one.shape)}, the reference has {wanted.dtype} {tuple(wanted.shape)}"
@@ -97,7 +97,7 @@ def _differences(found: Sequence[Tensor], law: Sequence[Tensor]) -> Iterator[str
 
 
 def _errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[dict[str, float | None], list[str]]:
-    """The largest errors over all results, of a whole one and of a row; None, and why, where there can be none."""
+    """The largest errors over all results, of a whole result and of a row; None, and why, if there are none."""
     none: dict[str, float | None] = {"rel_error": None, "row_error": None}
     of_all, of_rows = [], []
     for one, true in zip(found, truth, strict=True):
@@ -111,6 +111,6 @@ def _errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> tuple[dict[str,
         if not math.isfinite(norm) or norm == 0:
             raise ValueError(f"the true results have the norm {norm}: a case must have finite ones that are not all 0")
         of_all.append(float(errors.norm()) / norm)
-        # A row of zeros by the mean of the others.
+        # The error of a row of zeros is over the mean norm of rows.
         of_rows.append(float((errors / norms.where(norms > 0, norm / norms.numel() ** 0.5)).max()))
     return {"rel_error": max(of_all), "row_error": max(of_rows)}, []

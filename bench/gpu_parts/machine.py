@@ -1,4 +1,4 @@
-"""The device, the versions, which attention torch takes there, and what of the toolchain is not there."""
+"""The device, versions of packages, the attention that torch picks there, and the programs that are there."""
 
 import importlib.metadata
 import shutil
@@ -12,18 +12,18 @@ from gpu_parts.setting import Setting
 from tiered.offload.device import cublas_workspace_bytes
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "jaxtyping", "beartype", "torchao", "hypothesis")
-# Those that come under several names.
+# Packages that have several names.
 _DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "faiss": ("faiss-cpu",)}
 _PROGRAMS = ("compute-sanitizer", "ncu", "nvidia-smi")
 
 
 def cases(setting: Setting) -> list[str]:
-    """One."""
+    """One case."""
     return ["device"]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Names and versions, None for what is not installed; figures of the card as torch and the driver know them."""
+    """Names and versions, None for a package that is not installed; figures of the card from torch and the driver."""
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
     packages = {name: (name,) for name in _PACKAGES} | _DISTRIBUTIONS
     row: dict[str, Any] = {"name": "cpu", "attention": _attention(setting.on)}
@@ -41,7 +41,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
 
 
 def _attention(device: torch.device) -> dict[str, Any]:
-    """Which backends calls allow, and which of them torch picks for 32 rows of LLaDA-8B at 1k positions."""
+    """The backends that are allowed, and those that torch picks for 32 rows of LLaDA-8B at 1k positions."""
     flags = torch.backends.cuda
     picked = {}
     for name in ("bfloat16", "bfloat16, padded", "float32"):
@@ -55,7 +55,7 @@ def _attention(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version, as nvidia-smi says it."""
+    """The driver's version by nvidia-smi; None without it."""
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]

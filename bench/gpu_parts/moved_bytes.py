@@ -1,4 +1,4 @@
-"""What every measurement of a link needs: random bytes, targets that hold something else, a look at each byte after."""
+"""Tools of measurements of a link: random bytes, targets that hold other bytes, and a comparison of each byte."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,7 +15,7 @@ _COPY_BYTES, _TINY_COPY_BYTES = 1 << 30, 1 << 20  # the first is far more than a
 
 
 def fill_at_random(target: UInt8[Tensor, " bytes"], seed: int) -> None:
-    """Random bytes into host memory, whose size is a multiple of 8: gigabytes a second, on one core."""
+    """Random bytes into host memory, whose size is a multiple of 8, at gigabytes a second on one core."""
     words = target.numpy().view(np.uint64)
     words[:] = np.random.SFC64(seed).random_raw(words.size)
 
@@ -27,15 +27,15 @@ def random_memory(device: torch.device, nbytes: int, seed: int) -> UInt8[Tensor,
 
 
 def poison(target: UInt8[Tensor, " bytes"]) -> None:
-    """What no copy brings, everywhere, and there when this returns."""
+    """Fill `target` with bytes that no copy brings, and wait until they are there."""
     target.fill_(POISON)
     if target.is_cuda:
         torch.cuda.synchronize(target.device)
 
 
 def difference(found: UInt8[Tensor, " bytes"], wanted: UInt8[Tensor, " bytes"]) -> str | None:
-    """How many bytes are not as wanted, and the first of them; None where all are. Compared on the host, where bytes of
-    a device come by way of ordinary memory."""
+    """The number of bytes that are not as wanted, and the first of them; None if all are. They are compared on the
+    host; bytes of a device come there by way of ordinary memory."""
     found, wanted = found.cpu(), wanted.cpu()
     if torch.equal(found, wanted):
         return None
@@ -44,8 +44,8 @@ def difference(found: UInt8[Tensor, " bytes"], wanted: UInt8[Tensor, " bytes"]) 
 
 
 def speeds(nbytes: int, seconds: Sequence[float]) -> dict[str, float]:
-    """`gb_per_s` of the median time, with the 20th and the 80th percentile of the speeds; `noise_share`: how far the
-    medians of the two halves of the rounds are apart."""
+    """`gb_per_s` of the median time, with the 20th and the 80th percentile of the speeds. `noise_share`: distance of
+    the medians of the two halves of the rounds, over the median."""
     slow, _, fast = spread([nbytes / time / 1e9 for time in seconds])
     median = spread(seconds)[1]
     halves = [spread(part)[1] for part in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]) if part]
@@ -59,8 +59,8 @@ def speeds(nbytes: int, seconds: Sequence[float]) -> dict[str, float]:
 
 @cache
 def copy_bandwidth(device: torch.device, tiny: bool) -> float:
-    """Bytes a second, read and written together, of a large copy within the memory of `device`: the best of a few,
-    since floors are counted from it. Measured once a process, between two buffers that are freed again."""
+    """Bytes a second, read and written together, of a large copy within the memory of `device`. It is the best of a
+    few, for floors. Measured once a process, between two buffers that are freed again."""
     source = random_memory(device, _TINY_COPY_BYTES if tiny else _COPY_BYTES, 0)
     target = torch.empty_like(source)
     return 2 * len(source) / min(device_times(lambda: target.copy_(source), device, rounds=5, hold=True))

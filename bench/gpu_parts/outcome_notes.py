@@ -1,4 +1,4 @@
-"""A plugin of pytest: a line of JSON in a file for every test that begins and that ends. It brings no torch."""
+"""A plugin of pytest: a line of JSON in a file for every test that begins and that ends. It imports no torch."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """One writer: of several processes only the first, which hears of all tests."""
+    """One process writes: the first of several, which gets the reports of all tests."""
     path = config.getoption("--outcome-notes")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Notes(Path(path)))
@@ -26,7 +26,7 @@ class _Notes:
         self._file.write(json.dumps({"what": "begun", "test": nodeid}) + "\n")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        # One that was skipped ends in its set-up; so does one whose set-up fails, and a failing clean-up comes late.
+        # A skipped test, or one whose set-up fails, ends in its set-up; a clean-up that fails comes late.
         if report.when == "call" or report.outcome != "passed":
             self._ended(report, report.duration)
 

@@ -1,5 +1,5 @@
-"""One call of a policy over the random LLaDA: the kinds of its forwards, what each took, whether it makes sense; and
-its bytes by the ledger, by torch and by the driver, beside what was planned and booked."""
+"""One call of a policy over the random LLaDA: the kinds and times of its forwards, and faults of its answer. Its bytes
+by the ledger, by torch and by the driver stand beside planned and booked ones."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -34,13 +34,13 @@ _TINY_RECORD = 4  # rows
 
 
 class Resident(Polestar):
-    """Hidden states stay on the device."""
+    """Polestar with hidden states that stay on the device."""
 
     __slots__ = ()
     hidden_tier = Tier.DEVICE
 
 
-# What matters most comes first, for a day that runs out of time.
+# The most important policies come first, because a day may run out of time.
 _VARIANTS: Mapping[str, Policy] = {
     "fast_dllm_dual": make_policy("fast_dllm_dual"),
     "polestar_resident": Resident(codec=Codec.RAW),
@@ -59,17 +59,17 @@ def policy_of(variant: str, setting: Setting) -> Policy:
 
 
 def small_records(setting: Setting) -> AbstractContextManager[object]:
-    """Records of a few rows in a rehearsal, whose slots would have all records else, so that nothing is fetched."""
+    """Records of a few rows in a rehearsal. Else its slots would hold all records, and nothing would be fetched."""
     return patch.object(hidden_bytes, "RECORD_ROWS", _TINY_RECORD) if setting.tiny else nullcontext()
 
 
 def patient(policy: Policy) -> Policy:
-    """`policy`, where it updates, with plain steps in a call of four forwards: refresh, step, step, update."""
+    """`policy`, if it updates, with plain steps in a call of four forwards: refresh, step, step, update."""
     return replace(policy, update_threshold=BLOCK // 2) if isinstance(policy, Polestar) else policy
 
 
 def one_after_another(answer: int, steps: int) -> dict[str, Any]:
-    """Options of `generate`: as many forwards and tokens whatever the tokens are."""
+    """Options of `generate` for a number of forwards that does not depend on the tokens."""
     return {"max_new_tokens": answer, "block_length": BLOCK, "steps": steps, "stop_at_eos": False}
 
 
@@ -97,7 +97,7 @@ class PolicyCall:
     steps: int
 
     def options(self) -> dict[str, Any]:
-        """Of `generate`."""
+        """Options of `generate`."""
         return one_after_another(self.answer, self.steps)
 
     def run(self, runtime: Runtime, setting: Setting) -> "Measured":
@@ -109,21 +109,21 @@ class PolicyCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What came of a call: the kinds of its forwards, in order, and the token ids of its answer."""
+    """The results of a call: its output, the kinds of its forwards, in order, and the token ids of its answer."""
 
     out: GenerationOutput
     kinds: tuple[StepKind, ...]
     answer: list[int]
 
     def milliseconds(self) -> dict[StepKind, list[float]]:
-        """Of the forwards with their commits, by kind."""
+        """Milliseconds of the forwards with their commits, by kind."""
         by_kind: dict[StepKind, list[float]] = {}
         for kind, of_step in zip(self.kinds, self.out.timings.steps, strict=True):
             by_kind.setdefault(kind, []).append(1000 * of_step)
         return by_kind
 
     def faults(self, model: DiffusionModel) -> Iterator[str]:
-        """What no call may come to, however random its weights are."""
+        """Faults that no call may have, even with random weights."""
         if strangers := [token for token in self.answer if not 0 <= token < model.shape.vocab_size]:
             yield f"tokens {strangers} are not in the vocabulary"
         if left := self.answer.count(model.mask_token_id):
@@ -131,17 +131,17 @@ class Measured:
 
 
 def planned(setting: Setting, policy: Policy, call: PolicyCall, memory: MemoryBudget | None = None) -> Plan:
-    """What `tiered.plan` says of exactly this call."""
+    """The plan of exactly this call."""
     sizes: dict[str, Any] = {"context": call.positions, "max_new_tokens": call.answer, "block_length": BLOCK}
     config = llada_config(setting)
     return tiered.plan(config, policy=policy, memory=memory, device=setting.device, weights=FIXED_WEIGHTS, **sizes)
 
 
 class CallMemory:
-    """Looks at the device before a call; `figures` and `faults` speak of the call since."""
+    """The device's memory before a call; `figures` and `faults` compare it with the memory of the call."""
 
     def __init__(self, device: torch.device) -> None:
-        """Gives back what torch has freed, so that what it holds at the peak is what the call needs."""
+        """Give back memory that torch has freed, so that its peak is the need of the call."""
         self._cuda = device.type == "cuda"
         if self._cuda:
             torch.cuda.synchronize()
@@ -151,11 +151,11 @@ class CallMemory:
         self._resident = _resident_peak(restart=True)
 
     def figures(self, out: GenerationOutput, plan: Plan) -> dict[str, Any]:
-        """Bytes; None where the device keeps no such count, as the CPU does not.
+        """Bytes; None if the device keeps no such count, as the CPU does not.
 
-        `libraries_before_bytes`: that torch held before the call beside the weights: what libraries keep, which is a
-        part of `libraries_booked_bytes`.
-        `plan_difference_share`: what torch held at the peak over what the plan says, less 1.
+        `libraries_before_bytes`: bytes that torch held before the call beside the weights. Libraries keep them; they
+        are a part of `libraries_booked_bytes`.
+        `plan_difference_share`: the peak of torch over the plan's total, less 1.
         """
         plans, booked, peak = plan.tiers[Tier.DEVICE], out.memory.peak_device_bytes, out.memory.allocator_peak
         at_peak, pins = out.memory.tiers[Tier.DEVICE].at_peak, out.tiers
@@ -176,7 +176,7 @@ class CallMemory:
         return row | {"resident_before_bytes": self._resident, "resident_peak_bytes": _resident_peak()}
 
     def faults(self, out: GenerationOutput, cap: int | None = None) -> Iterator[str]:
-        """Where a call held more than its books, or more than `cap`: law 4."""
+        """Faults of a call that held more than its books, or more than `cap`: law 4."""
         peak, booked = out.memory.allocator_peak, out.memory.peak_device_bytes
         for limit, what in ((booked, "that were booked"), (cap, "of the cap")):
             if peak is not None and limit is not None and peak > limit:
@@ -199,7 +199,7 @@ class CallMemory:
 
 
 def _resident_peak(restart: bool = False) -> int | None:
-    """As `resident_peak`; where the system does not let it be restarted, the peak of the process."""
+    """As `resident_peak`; if the system refuses a restart, the peak of the process."""
     if restart:
         with suppress(OSError):
             return resident_peak(restart=True)

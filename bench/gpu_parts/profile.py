@@ -1,8 +1,8 @@
-"""What the host and the device do in a step: kernels, copies, waits and idle time, from torch's profiler; and a trace.
+"""Kernels, copies, waits and idle time of a step, from torch's profiler; and a trace.
 
-One block at 4096 positions over the first eight layers of LLaDA-8B's shape, with random weights: layers are alike, and
-a trace of all 32 takes too long to write. The profiler costs the host time at every launch, so the device's time is
-taken from the profiled call and set against the wall clock of one that nobody watched.
+A call has one block at 4096 positions over eight layers of LLaDA-8B's shape, with random weights. Layers are alike, and
+a trace of all 32 takes too long to write. The profiler costs the host time at every launch. So the device's time is
+that of the profiled call, and the wall clock is that of a call without the profiler.
 """
 
 from collections import Counter, defaultdict
@@ -36,12 +36,12 @@ _OUTSIDE = "outside"
 
 
 def cases(setting: Setting) -> list[str]:
-    """What needs no profiler first: it takes least."""
+    """The case without the profiler comes first: it takes least time."""
     return ["host waits", "plain and update steps", "block steps"]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Figures by what the forwards were for; one of them writes its trace."""
+    """Figures by kind of forward; one case writes its trace."""
     if case == "host waits":
         runtime, ids, _ = _warm(setting, POLESTAR)
         with recording(Recorder()) as recorder, host_waits(_at) as found:
@@ -54,7 +54,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
 
 @cache
 def _warm(setting: Setting, policy: Policy) -> tuple[Runtime, Tensor, Sequence[float]]:
-    """A runtime whose kernels are compiled, a prompt, and the seconds of each forward of a call that nobody watched."""
+    """A runtime with compiled kernels, a prompt, and the seconds of each forward of a call without the profiler."""
     runtime = Runtime(few_layers(setting, LAYERS), policy=policy)
     ids = random_ids(setting, (256 if setting.tiny else 4096) - BLOCK)
     runtime.generate(ids, **OPTIONS)
@@ -68,7 +68,7 @@ def _profiled(setting: Setting, policy: Policy, stem: str | None) -> dict[str, A
     steps = call.by_kind()
     for kind, figures in steps.items():
         wall = 1000 * median(each for each, of in zip(seconds, call.kinds, strict=True) if of == kind)
-        # What the host adds to the device's own time: a graph of the step would save most of it.
+        # Time that the host adds to the device's own: a graph of the step would save most of it.
         idle = wall - figures["busy_ms"]
         figures |= {"unwatched_ms": round(wall, 4), "idle_ms": round(idle, 4), "idle_share": round(idle / wall, 4)}
     row: dict[str, Any] = {"layers": runtime.model.shape.layers, "positions": ids.shape[1] + BLOCK, "steps": steps}
@@ -80,7 +80,7 @@ def _profiled(setting: Setting, policy: Policy, stem: str | None) -> dict[str, A
 
 
 def wait_figures(found: Counter[HostWait], kinds: Sequence[str]) -> dict[str, Any]:
-    """The row of what `_at` has named. `kinds`: of the forwards."""
+    """The row of the waits that `_at` has named. `kinds`: kinds of the forwards."""
     steps = Counter(kinds)
     places = {kind: Counter[str]() for kind in steps}
     lines: dict[tuple[str, str, str, str, str], int] = defaultdict(int)
@@ -101,8 +101,7 @@ def wait_figures(found: Counter[HostWait], kinds: Sequence[str]) -> dict[str, An
 
 
 def _at() -> str:
-    """The number of the step under way; whether it is in a layer, else in the forward, else only in the step; the
-    innermost range."""
+    """The number of the step under way, the innermost of "layer", "forward" and "step", and the innermost range."""
     recorder = active()
     span = None if recorder is None else recorder.innermost
     if span is None or span.forward is None:

@@ -1,9 +1,9 @@
-"""What a trace of torch's profiler says of a call, by what its forwards were for; and that trace in a small file.
+"""Figures of a call from a trace of torch's profiler, by kind of forward; and that trace in a small file.
 
 The format is Chrome's, as Kineto writes it (pytorch/kineto, `output_json.cpp` and `CuptiActivity.cpp`): complete events
-("X") with µs, whose category is `user_annotation` for our ranges, `cuda_runtime` and `cuda_driver` for what the host
-called, and `kernel`, `gpu_memcpy` and `gpu_memset` for what the device did. What the device did has the `correlation`
-of the call that asked for it, and by that call it belongs to a step, whenever it ran.
+("X") with µs. Their category is `user_annotation` for our ranges, `cuda_runtime` and `cuda_driver` for calls of the
+host, and `kernel`, `gpu_memcpy` and `gpu_memset` for work of the device. Such work has the `correlation` of the call
+that asked for it, and belongs to the step of that call, whenever it ran.
 """
 
 import gzip
@@ -33,14 +33,14 @@ _BLOCKING = frozenset(
 )
 _NAME = 120  # letters of a kernel's name: the rest are template arguments
 _TOP = 10
-_MOST_BYTES = 12 << 20  # of a trace's file, which fits a repository then
-# Operators of torch are ten times as many as all else; our ranges say what they are part of.
+_MOST_BYTES = 12 << 20  # most bytes of a trace's file, which then fits a repository
+# Operators of torch are ten times as many as other events; our ranges say what they are part of.
 _DROPPED = frozenset({"cpu_op", "python_function", "overhead", "fwdbwd", "Trace", "gpu_user_annotation"})
 _ARGS = ("stream", "correlation", "bytes", "grid", "block", "name", "sort_index", "labels")
 
 
 class DeviceEvent(NamedTuple):
-    """What the device did: in which step (None: in none) and layer, and whether on the stream that computes."""
+    """Work of the device, the number of its step (None for no step), and whether it is in a layer, and computes."""
 
     category: str
     name: str
@@ -52,11 +52,11 @@ class DeviceEvent(NamedTuple):
 
 
 class ProfiledCall:
-    """A call of `generate` under the profiler: the `kinds` of its forwards, by step, what the `device` did, and how
-    much of that is `unclaimed`, of no call that is in the trace."""
+    """A call of `generate` under the profiler: the `kinds` of its forwards, by step, and the work of the `device`.
+    `unclaimed`: number of its events whose call is not in the trace."""
 
     def __init__(self, trace: Mapping[str, Any], kinds: Sequence[str]) -> None:
-        """Raises `ValueError` where the trace has not as many steps as `kinds`."""
+        """Raises `ValueError` if the trace has not as many steps as `kinds`."""
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         named = [event for event in events if event.get("cat") == "user_annotation"]
         self._steps = sorted(_span(event) for event in named if event["name"] == "step")
@@ -67,7 +67,7 @@ class ProfiledCall:
             raise ValueError(f"the trace has {len(self._steps)} steps, the call had {len(self.kinds)}")
         threads = {event["tid"] for event in named if event["name"] == "step"}
         calls = [event for event in events if event.get("cat") in _HOST]
-        # Threads of the lanes are there to wait. Where no call is of the thread that steps, they are named otherwise.
+        # Threads of the lanes are there to wait. If no call is of the thread that steps, threads have other names.
         ours = [event for event in calls if event["tid"] in threads] or calls
         self._blocking = [event for event in ours if event["name"].split("_v")[0] in _BLOCKING]
         asked = {event["args"]["correlation"]: event["ts"] for event in calls if "correlation" in event.get("args", {})}
@@ -84,7 +84,7 @@ class ProfiledCall:
         self.unclaimed = sum(event["args"].get("correlation") not in asked for event in did)
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
-        """Means over the steps of each kind. `busy_ms`: the stream that computes has something to do; `waits`: calls
+        """Means over the steps of each kind. `busy_ms`: the stream that computes is busy; `waits_in_…`: number of calls
         that block the thread that steps."""
         return {kind: self._of_kind(kind) for kind in dict.fromkeys(self.kinds)}
 
@@ -146,7 +146,7 @@ class ProfiledCall:
 
 
 def covered(spans: Iterable[Interval]) -> float:
-    """µs of all of them, those in several once."""
+    """µs that are in at least one of `spans`."""
     total, until = 0.0, float("-inf")
     for began, end in sorted(spans):
         total += max(0.0, end - max(began, until))
@@ -155,8 +155,8 @@ def covered(spans: Iterable[Interval]) -> float:
 
 
 def write_small_trace(path: Path, trace: Mapping[str, Any], *, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """Write `trace`, without what nobody looks at, under gzip to `path`, cut to its first half, quarter and so on until
-    it takes `most` bytes; what was written, for a row."""
+    """Write `trace`, without needless events, under gzip to `path`. It is cut to its first half, quarter and so on
+    until it takes at most `most` bytes. Returns columns for a row."""
     events = [_slim(event) for event in trace["traceEvents"] if event.get("cat") not in _DROPPED]
     timed = sorted(event["ts"] for event in events if event["ph"] != "M")
     kept = len(timed)
@@ -178,7 +178,7 @@ def _slim(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _at(spans: Sequence[Interval], moment: float) -> int | None:
-    """Which of `spans`, in order and without overlaps, is under way at `moment`; None: none is."""
+    """The number of the one of `spans`, in order and without overlaps, that is under way at `moment`; None for none."""
     number = bisect_right(spans, moment, key=itemgetter(0)) - 1
     return number if number >= 0 and moment <= spans[number][1] else None
 

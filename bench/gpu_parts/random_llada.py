@@ -32,7 +32,7 @@ def llada_config(setting: Setting) -> dict[str, Any]:
 
 @cache
 def random_llada(setting: Setting) -> LLaDA:
-    """The model, made once in a process. Its 15 GiB are drawn where they stay: the host never holds them."""
+    """The model, made once in a process. Its 15 GiB are drawn on the device: the host never holds them."""
     model = undrawn(llada_config(setting))
     model = model.to(getattr(torch, model.shape.dtype)).to_empty(device=setting.on)
     draws = torch.Generator(setting.on).manual_seed(setting.seed)
@@ -43,7 +43,7 @@ def random_llada(setting: Setting) -> LLaDA:
 
 
 def draw(weight: torch.Tensor, draws: torch.Generator) -> None:
-    """Fill `weight`, which is a norm's where it has one dimension."""
+    """Fill `weight`, which is a norm's if it has one dimension."""
     if weight.dim() == 1:
         weight.fill_(1.0)
     else:
@@ -52,7 +52,7 @@ def draw(weight: torch.Tensor, draws: torch.Generator) -> None:
 
 @cache
 def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) -> LLaDA:
-    """As many layers of it, or all that there are. Weights are those of the whole model, not copies, unless `dtype` is
+    """The model's first `layers` layers, or all. Weights are those of the whole model, not copies, unless `dtype` is
     another one."""
     whole = random_llada(setting)
     model = undrawn(llada_config(setting) | {"n_layers": min(layers, whole.shape.layers)})
@@ -62,7 +62,7 @@ def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) 
 
 
 def undrawn(config: dict[str, Any]) -> LLaDA:
-    """On the meta device, where to draw weights would import half of torch, for seconds."""
+    """A model on the meta device without draws, which would import half of torch there, for seconds."""
     with torch.device("meta"), _Undrawn():
         return LLaDA.from_config(config)
 

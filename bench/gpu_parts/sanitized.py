@@ -4,8 +4,8 @@
     python -P -m gpu_parts.sanitized transports --device cuda --schedules 100
     python -P -m gpu_parts.sanitized planted --device cuda      # an error that the tool has to find
 
-The last line that it says is `DONE` and JSON, what it ran. Exit status 1: something was wrong, and that line says what.
-After `--limit` seconds it ends itself and says where every thread was, whatever it hangs in.
+The last line of stdout is `DONE` and JSON, which lists its work and its faults. Exit status 1: there are faults. After
+`--limit` seconds it ends itself in any case, and prints the stack of every thread.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_kernels(device: torch.device) -> dict[str, Any]:
-    """Every kernel at a tiny size; on a CPU by Triton's interpreter. Whether results are right is another part's."""
+    """Every kernel at a tiny size; on a CPU by Triton's interpreter. Another part checks the results."""
     kernels = small_cases()
     for name, case in kernels.items():
         print(name, flush=True)
@@ -79,8 +79,8 @@ def run_kernels(device: torch.device) -> dict[str, Any]:
 
 
 def run_planted(device: torch.device) -> dict[str, Any]:
-    """Decoding against a centroid that does not exist: the kernel reads 1 MiB behind the only one and cannot know it.
-    The reference refuses the number on a CPU."""
+    """Decoding against a centroid that does not exist: the kernel reads 1 MiB behind the only one. The reference
+    refuses the number on a CPU."""
     code, rows = RowCode.NVFP4, torch.zeros(1, 64, device=device)
     coded = torch.zeros(1, code.row_bytes(64, residual=True), dtype=torch.uint8, device=device)
     base = RowBase(rows.clone(), torch.full((1,), 1 << 12, device=device))
@@ -91,7 +91,7 @@ def run_planted(device: torch.device) -> dict[str, Any]:
 
 def run_transports(device: torch.device, seed: int, *, schedules: int, end: float) -> dict[str, Any]:
     """Copies, tiers in every codec, then random schedules until `end` of the monotonic clock."""
-    device = torch.empty(0, device=device).device  # with its number, as tensors say it
+    device = torch.empty(0, device=device).device  # with its number, as tensors have it
     checks = {"copies": partial(copies_are_right, device, seed)}
     checks |= {f"tiers {codec}": partial(tiers_are_right, device, seed, codec) for codec in Codec}
     wrong = []
@@ -109,8 +109,8 @@ def run_transports(device: torch.device, seed: int, *, schedules: int, end: floa
 
 
 def copies_are_right(device: torch.device, seed: int) -> bool:
-    """Six turns through one small buffer of host memory that each turn uses again: down, up, and out by a kernel, every
-    job told by fences what it waits for."""
+    """Six turns through one small buffer of host memory that each turn uses again: down, up, and out by a kernel.
+    Fences order the jobs."""
     turns, size, count = 6, 4 * KIB, 8
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.randint(256, (turns, count * size), dtype=torch.uint8, device=device, generator=generator)

@@ -1,7 +1,7 @@
 """NVIDIA's compute-sanitizer over every kernel and over the transports, and the same program without it.
 
-The tool is a program of its own, so what it watches is one too: gpu_parts/sanitized.py. The runs under the tool are
-slow for reasons of the host, not of the device, so some of them go side by side.
+The tool watches a program of its own: gpu_parts/sanitized.py. The host makes runs under the tool slow, not the device,
+so some of them go side by side.
 """
 
 import json
@@ -23,13 +23,13 @@ from gpu_parts.setting import Setting, checked, skipped
 
 TOOL = "compute-sanitizer"
 PROGRAM = (sys.executable, "-P", "-m", "gpu_parts.sanitized")
-DONE = "sanitized: "  # what the program's last line begins with; JSON follows
+DONE = "sanitized: "  # beginning of the program's last line; JSON follows
 LIMIT, BARE_LIMIT = 80.0, 30.0  # seconds of one run, under the tool and bare
 AT_ONCE = 3  # runs; more would slow each other down on the cores of the host
-LATE = re.compile(r"^Timeout \(\d", re.MULTILINE)  # it has ended itself
+LATE = re.compile(r"^Timeout \(\d", re.MULTILINE)  # the program has ended itself
 _SCHEDULES, _BARE_SCHEDULES = 2, 100
 _LOGGED = 20_000  # characters of a run that go to the log
-_GRACE = 3.0  # seconds for what ends itself to be gone
+_GRACE = 3.0  # seconds for a program that ends itself to be gone
 _BARE: dict[str, tuple[str | None, str]] = {f"bare {what}": (None, what) for what in ("kernels", "transports")}
 _WATCHED: dict[str, tuple[str | None, str]] = {
     f"{tool} {what}": (tool, what)
@@ -41,12 +41,12 @@ _WATCHED: dict[str, tuple[str | None, str]] = {
     for what in whats
 }
 _OPTIONS = (
-    # The tool's exit status where it found something and the program itself ended well. API errors are what torch asks
-    # about (is this symbol there?) and checks itself.
+    # The tool's exit status if it found errors and the program itself ended well. torch causes API errors by its
+    # questions (is this symbol there?), and checks them itself.
     *("--error-exitcode", "99", "--report-api-errors", "no"),
     *("--target-processes", "application-only", "--print-limit", "20"),
 )
-# Ours by what Triton calls them; torch's own are C++, of which a mangled name begins with `_Z`.
+# Our kernels by Triton's names; torch's own are C++, whose mangled names begin with `_Z`.
 _OUR_KERNELS = ("--kernel-regex", "kns=^_[a-z].*")
 _PREFIX = "========="
 _REFUSALS = re.compile(
@@ -58,17 +58,17 @@ _SUMMARY = re.compile(
     r"(?:ERROR SUMMARY: |RACECHECK SUMMARY: \d+ hazards? displayed \()(?P<errors>\d+) errors?"
     r"(?:, (?P<warnings>\d+) warnings?)?"
 )
-_BLOCKS, _BLOCK_LINES = 4, 6  # of findings, that a row keeps
-_TAIL = 8  # lines of the program's own
+_BLOCKS, _BLOCK_LINES = 4, 6  # findings that a row keeps, and lines of each
+_TAIL = 8  # last lines of the program's own
 
 
 def cases(setting: Setting) -> list[str]:
-    """The program without the tool first: what fails there says nothing under the tool."""
+    """The program without the tool comes first: if it fails, its runs under the tool mean nothing."""
     return [*_BARE, *_WATCHED]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """What the program ran and what the tool found; see `row_of`."""
+    """The program's work and the tool's findings; see `row_of`."""
     if case in _WATCHED and setting.on.type != "cuda":
         return skipped("needs a CUDA device")
     if case in _WATCHED and shutil.which(TOOL) is None:
@@ -85,24 +85,24 @@ def _begun(setting: Setting, *, watched: bool) -> dict[str, Future[dict[str, Any
 
 
 def run(setting: Setting, tool: str | None, what: str, *, limit: float) -> dict[str, Any]:
-    """The program in a process of its own, under one tool of the sanitizer or, with None, under none: then with as
-    many random schedules as it gets to. It is stopped after `limit` seconds if it does not end itself then, and stays
-    in this process's group, whose end is its own."""
+    """The program in a process of its own, under one tool of the sanitizer. None runs it without a tool, and with as
+    many random schedules as it gets to. It is stopped after `limit` seconds if it does not end itself then. It stays in
+    this process's group, and ends with it."""
     command = [*PROGRAM, what, "--device", setting.device, "--seed", str(setting.seed), "--limit", str(limit)]
     paths = [str(BENCH), str(BENCH.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     schedules, seconds = (1 if setting.tiny else _BARE_SCHEDULES), limit / 2
     if tool is not None:
-        # Not with initcheck: what torch's kernels write would be uninitialized to it.
+        # Not with initcheck: memory that torch's kernels write would be uninitialized to it.
         ours = _OUR_KERNELS if tool == "racecheck" or what == "planted" else ()
         command, schedules, seconds = [TOOL, "--tool", tool, *_OPTIONS, *ours, *command], _SCHEDULES, 0
-        # Without torch's cache every tensor is an allocation of its own: a step over its end is one into nothing.
+        # Without torch's cache every tensor is an allocation of its own: an access behind its end is an error.
         environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
     if setting.on.type != "cuda":
         environment["TRITON_INTERPRET"] = "1"
     command += ["--schedules", str(schedules), "--seconds", str(seconds)]
     begin, status = time.monotonic(), None
-    with TemporaryFile() as said:  # a pipe would stay open in whatever is left behind
+    with TemporaryFile() as said:  # a pipe would stay open in processes that are left behind
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=environment
         )
@@ -125,12 +125,12 @@ def run(setting: Setting, tool: str | None, what: str, *, limit: float) -> dict[
 
 
 def row_of(tool: str | None, text: str, status: int | None, limit: float) -> dict[str, Any]:
-    """The row of a run that said `text`, the tool's lines among the program's, and ended with `status`; None: it was
-    killed after `limit` seconds. `ok` where the program ended well with every answer right and `tool` (None: it ran
-    without one) found nothing; what was found under `errors`. A tool that refuses, or gives no verdict, is skipped.
+    """The row of a run with the output `text`, the tool's lines among the program's. `status`: exit status; None if the
+    run was killed after `limit` seconds. The row is `ok` if the program ended well with every answer right, and `tool`
+    (None for no tool) found no errors. A tool that refuses, or gives no verdict, is skipped.
 
     Raises:
-        RuntimeError: the program failed by itself, or the tool said nothing that is a verdict.
+        RuntimeError: the program failed by itself, or the tool printed no verdict.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     tools = [line.removeprefix(_PREFIX).removeprefix(" ") for line in lines if line.startswith(_PREFIX)]
@@ -163,8 +163,8 @@ def row_of(tool: str | None, text: str, status: int | None, limit: float) -> dic
 
 
 def _verdict(lines: Sequence[str]) -> tuple[int, int, list[list[str]], bool]:
-    """Errors and warnings that the tool counted, or, where it was stopped before, as many errors as it had told; the
-    first findings, each a line with indented ones below it; and whether it has summed up."""
+    """Errors and warnings that the tool counted, the first findings, and whether the tool has summed up. If it has not,
+    errors are its findings so far. A finding is a line with indented ones below it."""
     blocks: list[list[str]] = []
     for line in lines:
         if not line.startswith(" "):
@@ -173,7 +173,7 @@ def _verdict(lines: Sequence[str]) -> tuple[int, int, list[list[str]], bool]:
             blocks[-1].append(line.strip())
     findings = [block[:_BLOCK_LINES] for block in blocks if len(block) > 1]
     sums = [(int(match["errors"]), int(match["warnings"] or 0)) for line in lines if (match := _SUMMARY.search(line))]
-    # The largest: behind it may stand how many of them were not printed.
+    # The largest sum: another one may count errors that were not printed.
     errors, warnings = max(sums, default=(len(findings), 0))
     return errors, warnings, findings[:_BLOCKS], bool(sums)
 

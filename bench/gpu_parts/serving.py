@@ -13,12 +13,12 @@ CLIENTS, CONTEXT, ANSWER, STEPS = 16, 512, 64, 16
 
 
 def cases(setting: Setting) -> list[str]:
-    """One: all clients together, each of which asks twice."""
+    """One case: all clients together, with two requests each."""
     return ["together"]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """The same requests, one at a time and as many together as there are clients."""
+    """The same requests, one at a time, and as many together as there are clients."""
     runtime, clients = random_runtime(setting, make_policy("fast_dllm_dual")), 2 if setting.tiny else CLIENTS
     context, answer, steps = (32, 2 * BLOCK, 4) if setting.tiny else (CONTEXT, ANSWER, STEPS)
     asked = [

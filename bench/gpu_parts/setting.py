@@ -1,4 +1,4 @@
-"""Where a GPU day runs, and at what size; and what its rows have in common."""
+"""The device and the size of a GPU day, and columns that its rows have in common."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every part is told.
+    """The setting of every part.
 
     Attributes:
-        device: torch's name of it.
-        tiny: sizes of a rehearsal, which a CPU goes through in a minute; what it measures is worth nothing.
-        seed: of everything that is drawn.
-        stem: what the paths of files that are no rows, such as a trace, begin with; None: nothing is written.
+        device: torch's name of the device.
+        tiny: sizes of a rehearsal, which a CPU goes through in a minute; its figures mean nothing.
+        seed: seed of all draws.
+        stem: beginning of the paths of files that are no rows, such as a trace; None to write none.
     """
 
     device: str
@@ -29,11 +29,11 @@ class Setting:
 
 
 def checked(*faults: str | None) -> dict[str, Any]:
-    """The part of a row that says whether what was looked at was right: `ok`, with `why` where there are `faults`."""
+    """The columns of a row with its verdict: `ok`, and `why` if there are `faults`."""
     why = "; ".join(filter(None, faults))
     return {"ok": False, "why": why} if why else {"ok": True}
 
 
 def skipped(why: str) -> dict[str, Any]:
-    """The row of what cannot be measured on this machine."""
+    """The row of a case that cannot be measured on this machine."""
     return {"status": "skipped", "why": why}

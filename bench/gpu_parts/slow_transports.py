@@ -22,7 +22,7 @@ def transport(device: torch.device, *, delay: Delay | None = None) -> Transport:
 
 
 def random_delays(device: torch.device, seed: int) -> Delay:
-    """Holds up one job or piece in three, up to 2 ms: the host anywhere, and a copy's own stream as well."""
+    """Holds up one job or piece in three for up to 2 ms: the host anywhere, and a copy's own stream as well."""
     chance = random.Random(seed)
 
     def delay(point: Point, lane: Lane | None) -> float:
@@ -54,8 +54,8 @@ class Synchronous:
 
 
 class Damaging(Synchronous):
-    """What is stored has a bit of each of its first bytes turned over, which makes numbers some times larger or smaller
-    and none infinite. For a control: whoever reads it has to be seen."""
+    """Each of the first 16 bytes of a stored piece has its lowest bit flipped, which makes no number infinite. It is
+    for a control, which has to see the damage."""
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
         """Blocks."""

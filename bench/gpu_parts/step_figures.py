@@ -1,7 +1,7 @@
-"""The figures of a call as its row has them: each kind of forward beside the time that none can beat, and its copies.
+"""The figures of a call as its row has them: each kind of forward beside the floor of its time, and its copies.
 
-That floor is of the bytes of a forward at the measured bandwidth, or of its arithmetic at the measured rate, whichever
-is longer.
+The floor is the time of a forward's bytes at the measured bandwidth, or of its arithmetic at the measured rate,
+whichever is longer.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ _SIDE, _TINY_SIDE = 8192, 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """Of one kind of forward.
+    """The least work of one kind of forward.
 
     Attributes:
-        rows: of the sequence that it recomputes, on average.
-        renewed_rows: those of `rows` that an update adds to a plain step's, in a layer on average.
-        nbytes: that it has to read: the weights once, without the embedding's table, every key and value, and of an
-            update the records that it fetches.
-        flops: of its matrix products, attention among them.
+        rows: rows of the sequence that it recomputes, on average.
+        renewed_rows: rows of `rows` that an update adds to a plain step's, in a layer on average.
+        nbytes: bytes that it has to read: the weights once, without the embedding's table, every key and value, and the
+            records that an update fetches.
+        flops: FLOPs of its matrix products, attention among them.
     """
 
     rows: float
@@ -46,7 +46,7 @@ class Floor:
     flops: float
 
     def figures(self, rates: Rates) -> dict[str, float]:
-        """Milliseconds of either, and the larger one, which is the floor."""
+        """Milliseconds of the bytes and of the arithmetic, and the larger one, which is the floor."""
         bytes_ms = 1000 * self.nbytes / rates.bytes_per_second
         flops_ms = 1000 * self.flops / rates.flops_per_second
         row = {"rows": self.rows, "renewed_rows": self.renewed_rows, "read_bytes": self.nbytes}
@@ -56,8 +56,8 @@ class Floor:
 
 @cache
 def measured_rates(setting: Setting) -> Rates:
-    """What the device reaches in the model's dtype: a product of random matrices, and a copy in its memory, of which
-    bytes read and written both count. Measured once in a process."""
+    """Rates of the device in the model's dtype: of a product of random matrices, and of a copy in its memory, read and
+    written. Measured once in a process."""
     side, dtype = (_TINY_SIDE, torch.float32) if setting.tiny else (_SIDE, torch.bfloat16)
     draws = torch.Generator(setting.on).manual_seed(setting.seed)
     left, right = (torch.randn(side, side, dtype=dtype, device=setting.on, generator=draws) for _ in range(2))
@@ -69,9 +69,9 @@ def measured_rates(setting: Setting) -> Rates:
 def floors(
     shape: ModelShape, positions: int, out: GenerationOutput, kinds: Sequence[StepKind]
 ) -> dict[StepKind, Floor]:
-    """The floor of each kind of forward of a call of one sequence, as many rows as its forwards recomputed at the
-    median. An update's: everything that a plain step reads, the records it fetches, and the arithmetic of both the
-    block's rows and those that it renews; each weight serves both, as an update may well do."""
+    """The floor of each kind of forward of a call of one sequence, with the median number of rows. An update reads all
+    that a plain step reads, and the records that it fetches. Its arithmetic is that of the block's rows and of the rows
+    that it renews; each weight is read once for both."""
     by_forward: dict[int, list[int]] = {}
     for update in out.updates:
         by_forward.setdefault(update.forward, []).extend([sum(update.rows)] * update.layers)
@@ -82,8 +82,8 @@ def floors(
         found[kind] = Floor(rows=rows, nbytes=work.read_bytes, flops=work.flops)
         if kind is StepKind.UPDATE and by_forward:
             renewed, plain = mean(map(mean, by_forward.values())), work_of(shape, positions, BLOCK)
-            # What one more row takes: keys and values in all layers, the rest in all but the last. But the rows that a
-            # layer renews have their keys and values from the layer below: so not in the first.
+            # FLOPs of one more row: keys and values in all layers, the rest in all but the last. The rows that a layer
+            # renews have their keys and values from the layer below, so none are computed in the first.
             row = work_of(shape, positions, BLOCK + 1).flops - plain.flops - 4 * shape.width * shape.kv_width
             found[kind] = Floor(
                 rows=BLOCK + renewed,
@@ -95,13 +95,13 @@ def floors(
 
 
 def work_of(shape: ModelShape, positions: int, rows: int) -> ForwardWork:
-    """Of a forward over one sequence."""
+    """The work of a forward over one sequence."""
     return forward_work(shape, batch=1, context=positions, rows=rows, dtype=shape.dtype, output_rows=BLOCK)
 
 
 def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured, rates: Rates) -> dict[str, Any]:
-    """By kind of forward: times, and how they stand to the floor. `again_share`: how far the medians of two equal calls
-    lie apart."""
+    """Times by kind of forward, and their ratios to the floor. `again_share`: distance of the medians of two equal
+    calls."""
     lowest, before = floors(shape, call.positions, last.out, last.kinds), first.milliseconds()
     found = {}
     for kind, milliseconds in last.milliseconds().items():
@@ -112,7 +112,7 @@ def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured
         found[kind.value] = row
     if {StepKind.STEP, StepKind.UPDATE} <= set(lowest) and lowest[StepKind.UPDATE].renewed_rows:
         step, update = lowest[StepKind.STEP], lowest[StepKind.UPDATE]
-        # What takes the renewed rows through each layer together with the block's may stay below this sum.
+        # An update that takes renewed rows through each layer together with the block's may stay below this sum.
         in_turn = step.figures(rates)["floor_ms"] + 1000 * (update.flops - step.flops) / rates.flops_per_second
         row = found["update"]
         row |= {"in_turn_floor_ms": in_turn, "over_in_turn_floor": row["median_ms"] / in_turn}
@@ -120,8 +120,8 @@ def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured
 
 
 def copies(stats: TierStats | None) -> dict[str, Any] | None:
-    """Copies each way: bytes, their time, and what of it compute stood still for; of fetches, the layer that waited
-    longest as well. None where nothing moves."""
+    """Copies each way: bytes, their time, and the part of it for which compute stood still. Fetches also have the layer
+    that waited longest. None if nothing moves."""
     if stats is None:
         return None
     found = {way.value: _copied(of) for way in (Lane.FETCH, Lane.STORE) if (of := stats.ways[way]).jobs}
@@ -135,7 +135,7 @@ def copies(stats: TierStats | None) -> dict[str, Any] | None:
 
 
 def times(milliseconds: list[float]) -> dict[str, float]:
-    """Median and the span that three fifths lie in."""
+    """Median, and 20th and 80th percentile."""
     low, middle, high = spread(milliseconds)
     return {"forwards": len(milliseconds), "median_ms": middle, "p20_ms": low, "p80_ms": high}
 

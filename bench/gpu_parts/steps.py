@@ -15,11 +15,11 @@ from tiered.core.features import Tier
 from tiered.runtime import Runtime
 
 _CONTEXTS, _TINY_CONTEXTS = (1024, 4096, 16384, 32768), (96, 160)
-_STEPS = 16  # of a call: of Polestar, one refresh, ten plain steps and five updates
+_STEPS = 16  # steps of a call; Polestar has one refresh, ten plain steps and five updates
 _WARM_UP = PolicyCall(positions=1024, steps=8)  # every kind of forward, and so every kernel, once
-_QUICK = 1.0  # seconds of a call that is worth another one
+_QUICK = 1.0  # seconds; a shorter call is worth another one
 _FULL = 0.97  # share of the device's memory that a call may be planned for
-# What must answer alike: where records lie changes no bit.
+# Policies that must answer alike: the tier of records changes no bit.
 _ALIKE = {"polestar_raw": "polestar_resident"}
 _answers: dict[tuple[Setting, str, int], list[int]] = {}
 
@@ -31,14 +31,14 @@ def cases(setting: Setting) -> list[str]:
 
 
 def call_of(variant: str, positions: int) -> PolicyCall:
-    """What is measured: one block. Where nothing is cached, as few forwards as the context allows; under Uniform-Cache
-    two blocks, since it renews the next one beside the current."""
+    """A call of one block. Without a cache, a long context has fewer forwards. Uniform-Cache has two blocks, because it
+    renews the next one beside the current."""
     steps = min(_STEPS, max(2, _CONTEXTS[-1] // positions)) if variant == "none" else _STEPS
     return PolicyCall(positions=positions, answer=2 * BLOCK if variant == "uniform" else BLOCK, steps=steps)
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """One call, and another one where that took no second: times are of the last."""
+    """One call, and another one if it took less than a second: times are of the last."""
     with small_records(setting):
         return _measure(setting, case)
 
@@ -71,7 +71,7 @@ def _measure(setting: Setting, case: str) -> dict[str, Any]:
 
 @cache
 def _warm_context(setting: Setting, positions: int) -> None:
-    """Attention over so many keys may have to be looked up once, whatever the policy."""
+    """Libraries may look up attention over so many keys once, whatever the policy."""
     call = PolicyCall(positions=positions, steps=2)
     call.run(random_runtime(setting, policy_of("fast_dllm_dual", setting)), setting)
 

@@ -1,5 +1,5 @@
-"""LLaDA-8B's shape where its weights have less room than they need: streamed, in codes, at the longest context,
-and as accelerate offloads them."""
+"""LLaDA-8B's shape with less room than its weights need: streamed, in codes, at the longest context, and offloaded by
+accelerate."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -40,17 +40,17 @@ LONGEST, THEIRS, HOST = "int4 longest", "accelerate", "64GiB"
 _MOST = 32768  # positions of a run; a longer context is planned alone
 _ROUNDS = 5
 _TINY = {"12GiB": "1100KiB", "24GiB": "2MiB"}
-_forward_ms: dict[str, float] = {}  # of an uncached forward over a block, by case
+_forward_ms: dict[str, float] = {}  # milliseconds of an uncached forward over a block, by case
 
 
 def cases(setting: Setting) -> list[str]:
-    """What weights are kept in, and the cap of the device."""
+    """The cases by the form of weights and the cap of the device."""
     forms = ("raw", "int8", "int4", LONGEST, THEIRS)
     return [*(f"{form}, 12GiB" for form in forms), f"{LONGEST}, 24GiB"]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """The second of two equal calls, and uncached forwards over a block, which accelerate is asked for as well."""
+    """The second of two equal calls, and uncached forwards over a block, which accelerate runs as well."""
     form, cap = case.split(", ")
     budget = MemoryBudget(device=_TINY[cap] if setting.tiny else cap, host=HOST)
     if form == THEIRS:
@@ -79,7 +79,7 @@ def _planned(setting: Setting, budget: MemoryBudget, form: str, positions: int) 
 
 
 def _step(setting: Setting, plan: Plan, measured: Measured) -> dict[str, Any]:
-    """Times of a plain step, over the longer of what it takes with resident weights at least and of its copies."""
+    """Times of a plain step, over the longer of its copies and of its floor with resident weights."""
     shape, form, out = plan.sizes.shape, plan.sizes.weights, measured.out
     work, rates = work_of(shape, plan.sizes.context, BLOCK), measured_rates(setting)
     nbytes = read_bytes(shape, shape.dtype, form) + work.kv_bytes
@@ -97,7 +97,7 @@ def _asked(setting: Setting, logits: Callable[[Tensor], Tensor]) -> float:
 
 
 def _offloaded(setting: Setting, budget: MemoryBudget) -> dict[str, Any]:
-    """accelerate's hooks, which bring a layer when it is called, over as many layers as it has no room for."""
+    """accelerate's hooks, which bring a layer when it is called, for the layers without room."""
     if setting.on.type != "cuda":
         return skipped("accelerate offloads from a GPU alone")
     try:
@@ -118,7 +118,7 @@ def _offloaded(setting: Setting, budget: MemoryBudget) -> dict[str, Any]:
 
 
 class _Drawn:
-    """What a checkpoint is to who loads it, its weights drawn as they are read."""
+    """A checkpoint for `load_weights`, with weights that are drawn as they are read."""
 
     def __init__(self, setting: Setting, shape: ModelShape) -> None:
         self._shapes, self._setting = shape.weight_shapes, setting
@@ -128,7 +128,7 @@ class _Drawn:
         return iter(self._shapes)
 
     def extent(self, name: str, dtype: torch.dtype) -> None:
-        """They are in no file."""
+        """Returns None, because the weights are in no file."""
 
     def read(
         self,
@@ -148,7 +148,7 @@ class _Drawn:
 
 
 def _runtime(setting: Setting, plan: Plan, budget: MemoryBudget) -> Runtime:
-    """Of weights in the form of `plan`, as many layers of them streamed as a call makes it."""
+    """A runtime with weights in the form of `plan`, of which a call streams as many layers as it has to."""
     model, ledger, shape = undrawn(llada_config(setting)), Ledger(budget), plan.sizes.shape
     checkpoint = cast(Checkpoint, _Drawn(setting, shape))
     of: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": setting.on, "form": plan.sizes.weights}

@@ -1,4 +1,4 @@
-"""Times work by the device's own clock where it has one, and makes a device stand still for a while."""
+"""Times work by the device's own clock if it has one, and makes a device stand still for a while."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from tiered.offload.cuda_event import mark, ns_between
 
 HOLD_SECONDS = 1e-4  # long enough for the host to hand over some dozens of kernels
-_CYCLES_A_SECOND = 1.7e9  # of a GPU's processors, about
+_CYCLES_A_SECOND = 1.7e9  # the clock of a GPU's processors, about
 
 
 def device_times(
@@ -16,13 +16,12 @@ def device_times(
 ) -> list[float]:
     """The seconds that each of `rounds` calls of `work` takes, after `warm_up` calls that do not count.
 
-    On CUDA, between an event in front of what `work` puts on the current stream of `device` and one behind it; work on
-    other streams counts as far as the current one waits for it. The device is idle when a round begins, so the time in
-    which the host launches the first kernel is part of it, unless `hold`. On a CPU, by the host's clock.
+    On CUDA, the time is between two events on the current stream of `device`, in front of the work and behind it. Work
+    on other streams counts as far as the current one waits for it. The device is idle when a round begins, so the
+    launch of the first kernel is part of the time, unless `hold`. On a CPU, the time is by the host's clock.
 
     Args:
-        hold: let the device wait until the host has launched what it will: for the time of kernels alone. On a CPU,
-            nothing.
+        hold: let the device wait while the host launches kernels, to time kernels alone. No effect on a CPU.
 
     Raises:
         ValueError: no rounds, or a negative number of calls to warm up.
@@ -36,8 +35,8 @@ def device_times(
 
 
 def stand_still(device: torch.device, seconds: float) -> None:
-    """Let the current stream of `device` do nothing for about `seconds`; the host goes on. On a CPU, which is the
-    device, the caller sleeps."""
+    """Let the current stream of `device` do nothing for about `seconds`; the host goes on. On a CPU, the caller
+    sleeps."""
     if device.type != "cuda":
         time.sleep(seconds)
         return

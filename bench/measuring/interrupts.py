@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, as a wish to stop that is looked at between two steps, so that no file is left half done."""
+"""Ctrl-C and SIGTERM as a wish to stop, which is read between two steps, so that no file is left half written."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class StopWish:
-    """Whether somebody wants an end."""
+    """True once a signal came. `signal`: its number; None before."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -18,7 +18,7 @@ class StopWish:
 
 @contextmanager
 def stop_wish() -> Iterator[StopWish]:
-    """The first signal is a wish, a second one does what it always did."""
+    """The first signal is a wish; a second one has its usual effect."""
     wish = StopWish()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

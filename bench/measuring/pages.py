@@ -16,7 +16,7 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str
 
 def rows_table(name: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
     """A line for each row of measurements: `name`, and the text of each column, with the row's figures in their braces.
-    A cell is empty where the row lacks one; of a row that is not "ok" it says why."""
+    A cell without its figure is empty. A row that is not "ok" says why."""
     lines = []
     for row in rows:
         cells = [_filled(text, row) for text in columns.values()]
@@ -34,17 +34,17 @@ def _filled(text: str, row: Mapping[str, Any]) -> str | None:
 
 
 def between_marks(text: str, mark: str) -> str | None:
-    """What stands between the marks; None without them."""
+    """The text between the marks; None without them."""
     _, begin, rest = text.partition(f"<!-- {mark} -->")
     inside, end, _ = rest.partition(f"<!-- /{mark} -->")
     return inside.strip() if begin and end else None
 
 
 def fill_marks(path: Path, tables: Mapping[str, str]) -> list[str]:
-    """Put each of `tables` between its marks in the page, as far as it has them; returns the marks that were filled.
+    """Put each of `tables` between its marks in the page, if it has them. Returns the marks that were filled.
 
     Raises:
-        ValueError: it has none of them.
+        ValueError: the page has none of the marks.
     """
     text, filled = path.read_text(encoding="utf-8"), []
     for mark, inside in tables.items():

@@ -13,12 +13,12 @@ _LONGEST_VALUE = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What is measured once a round.
+    """A measurement that is made once a round.
 
     Attributes:
         study: name of its module in bench/studies.
-        settings: plain types for JSON; what is equal in them is one point. Nothing that only this machine knows, such
-            as a path, belongs here.
+        settings: plain types for JSON. Equal settings are one point. Facts of this machine, such as paths, do not
+            belong here.
     """
 
     study: str
@@ -40,12 +40,12 @@ class Job:
 
     @property
     def name(self) -> tuple[str, int]:
-        """That of its rows."""
+        """The name of its rows."""
         return self.point.key, self.run
 
 
 def words(settings: Mapping[str, Any], *, without: Mapping[str, Any]) -> str:
-    """For people: the values of `settings` that differ from those in `without`, mappings one by one, long ones cut."""
+    """A label of the values of `settings` that differ from those in `without`, mappings one by one, long ones cut."""
     own: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in without or without[name] != value:
@@ -54,6 +54,6 @@ def words(settings: Mapping[str, Any], *, without: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Its first characters: names and numbers are whole, hashes and lists of tasks are not."""
+    """The first characters of `value`: names and numbers are whole, hashes and lists of tasks are not."""
     text = str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"

@@ -1,4 +1,4 @@
-"""One process: what it says on stdout, line by line, and how it ended. It ends with all that it started."""
+"""One process: its lines on stdout, and how it ended. It ends with all that it started."""
 
 import contextlib
 import json
@@ -16,39 +16,39 @@ from typing import IO, Any, NoReturn
 from measuring.family import MARK, end_family
 
 BENCH = Path(__file__).resolve().parents[1]
-# -P: the folder that this is started in is on no path; the repository's own has one called `kernels`.
+# -P keeps the current folder off the path: the repository's root has a folder called `kernels`.
 WORKER = (sys.executable, "-P", "-m", "measuring.worker")
 _POLL = 0.02  # seconds between two looks at the clock
 _LONGEST_LINE = 1 << 24  # bytes; longer is no row
 _LONGEST_WHY = 300
-_LAST_PIECES = 64  # that are read of a process that has to end: more is noise
-_ENDING = 2.0  # seconds in which what was killed has to be gone
-# Where it crashed is then in the log, and a machine without a network lets no request hang.
+_LAST_PIECES = 64  # pieces that are read of a process that has to end: more is noise
+_ENDING = 2.0  # seconds for a killed process to be gone
+# The log then has the place of a crash, and no request waits for a missing network.
 _OWN = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Process:
-    """A process that is told what to measure, and ends with the `with`.
+    """A process that measures `request`, and ends with the `with`.
 
     Attributes:
-        why: how it ended, or why it had to; filled in behind the `with`.
+        why: why it has to end, from the caller, else how it ended, filled in at the end of the `with`.
     """
 
     def __init__(self, request: Mapping[str, Any], log: IO[bytes], command: Sequence[str] = WORKER) -> None:
-        """`log` gets its stderr, and what it says that is no row. Raises `OSError` where it cannot be started."""
+        """`log` gets its stderr, and lines of stdout that are no JSON. Raises `OSError` if it cannot be started."""
         self._log, self._log_start, self._mark = log, os.fstat(log.fileno()).st_size, uuid.uuid4().hex
         paths = [str(BENCH), str(BENCH.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,  # stays open: the process ends itself when it sees the end of it
+            stdin=subprocess.PIPE,  # stays open: the process ends itself at the end of stdin
             stdout=subprocess.PIPE,
             stderr=log,
             env=os.environ | _OWN | {MARK: self._mark, "PYTHONPATH": os.pathsep.join(paths)},
-            process_group=0,  # Ctrl-C is for whoever measures, who ends its processes itself
+            process_group=0,  # Ctrl-C reaches this process alone, which ends the new one itself
             bufsize=0,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already; how it died is told when it is waited for
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `why` will say how
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self.why = ""
 
@@ -69,15 +69,15 @@ class Process:
             self.why += ", and cannot be killed"
 
     def lines(self) -> Iterator[dict[str, Any] | None]:
-        """What it says, until it has ended; None several times a second, to look at the clock. Once `why` is set there,
-        what it has said by then is the rest."""
+        """JSON objects from its stdout, until it has ended, and None several times a second, to look at the clock. If
+        the caller sets `why` then, only output so far follows."""
         assert self._process.stdout is not None
         source, rest, last = self._process.stdout.fileno(), b"", 0
         while last < _LAST_PIECES:
             last += bool(self.why)
             if select.select([source], [], [], 0 if self.why else _POLL)[0]:
                 piece = os.read(source, 1 << 16)
-                if not piece:  # what a dying process has said by half is no row
+                if not piece:  # half a line of a dying process is no row
                     break
                 *whole, rest = (rest + piece).split(b"\n")
                 yield from (said for line in whole if (said := self._understood(line)) is not None)
@@ -88,17 +88,17 @@ class Process:
                 return
             if not self.why:
                 yield None
-        while not self.why and self._process.poll() is None:  # libraries may take seconds to put themselves away
+        while not self.why and self._process.poll() is None:  # libraries may take seconds to shut down
             yield None
             time.sleep(_POLL)
 
     def note(self, text: str) -> None:
-        """A line of the log."""
+        """Write a line into the log."""
         with contextlib.suppress(OSError):  # full disk
             self._log.write(f"--- {text}\n".encode())
 
     def _understood(self, line: bytes) -> dict[str, Any] | None:
-        """None, and a line of the log, for what is no JSON object."""
+        """The JSON object of `line`; None, with a note in the log, if it is none."""
         try:
             said = json.loads(line, parse_constant=_no_number)
         except ValueError:
@@ -109,7 +109,7 @@ class Process:
         return None
 
     def _last_words(self) -> str:
-        """The end of what it said on stderr."""
+        """Its last line on stderr."""
         log = self._log.fileno()
         end = os.fstat(log).st_size
         start = max(self._log_start, end - 4096)

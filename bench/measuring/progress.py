@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a bar on a terminal, a line for every measurement elsewhere; and the time left."""
+"""Progress of a run and the time left, on stderr: a bar on a terminal, a line for every measurement elsewhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from measuring.point import Job
 from measuring.runner import Ended
 
-# How text that is not ours is printed: as it is, on one line.
+# Options of `print` for text that rich must leave as it is, on one line.
 PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
-# Seconds of a point with such settings, of which nothing was measured.
+# Seconds expected of a point with these settings, of which no run was measured.
 Guess = Callable[[Mapping[str, Any]], float]
 
 
 class Expected:
-    """Seconds that a job will take: as its point has taken before, else what `guess` says of its settings; without one,
-    as all have on average."""
+    """Seconds that a job will take: as long as its point took before, else `guess` of its settings. Without a guess, it
+    is the mean of all points."""
 
     def __init__(
         self,
@@ -32,12 +32,12 @@ class Expected:
                 self._seconds[key] = first["took_s"]
 
     def add(self, ended: Ended) -> None:
-        """One that ended."""
+        """Take the time of a job that ended."""
         if ended.rows[0]["status"] in ("ok", "refused"):
             self._seconds[ended.job.point.key] = ended.seconds
 
     def seconds(self, jobs: Iterable[Job]) -> float | None:
-        """Of all `jobs`; None as long as nothing was measured, and without a guess."""
+        """Seconds of all `jobs`; None if nothing was measured and there is no guess."""
         guess = self._guess
         if guess is None:
             if not self._seconds:
@@ -49,14 +49,14 @@ class Expected:
 
 
 class Reporter:
-    """Says what was measured. `bar`: on a terminal."""
+    """Shows each measurement. `bar`: the bar of a terminal; None for lines."""
 
     def __init__(self, console: Console, total: int, bar: Progress | None) -> None:
         self._console, self._total, self._done, self._bar = console, total, 0, bar
         self._task = None if bar is None else bar.add_task("", total=total, left="")
 
     def ended(self, name: str, ended: Ended, left: float | None) -> None:
-        """One measurement; `left`: seconds that the rest will take."""
+        """Show one measurement. `left`: seconds that the rest will take; None if unknown."""
         self._done += 1
         statuses = ", ".join(dict.fromkeys(row["status"] for row in ended.rows))
         why = next((row["why"] for row in ended.rows if row.get("why")), None)
@@ -83,7 +83,7 @@ def reporting(total: int, console: Console) -> Iterator[Reporter]:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units: `2 h 05 min`."""
+    """`seconds` in the two largest units: `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,6 +1,6 @@
-"""What a measurement was made on: the device's name, the versions, the revision and the command line.
+"""The origin of a measurement: the device's name, the versions, the revision and the command line.
 
-Every file of measurements carries this, and nothing that names a machine, a user or a path outside the repository.
+Every file of measurements has it. It names no machine, no user and no path outside the repository.
 """
 
 import os
@@ -31,8 +31,8 @@ def provenance() -> dict[str, Any]:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it would be typed in the repository's root, its own paths relative to there. Of an absolute path
-    outside only the name is left."""
+    """The command as typed in the repository's root, with paths relative to it. An absolute path outside is cut to its
+    name."""
 
     def relative(argument: str) -> str:
         option, equals, value = argument.rpartition("=")
@@ -45,10 +45,10 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def revision() -> str | None:
-    """The commit of the checkout, with "+changes" where the working tree differs; None outside a repository."""
+    """The commit of the checkout, with "+changes" if the working tree differs; None outside a repository."""
 
     def git(*arguments: str) -> str | None:
-        # A checkout of another user is only read, so that git may trust it for this command alone.
+        # git may trust a checkout of another user for this command alone, because it only reads.
         command = ["git", "-c", f"safe.directory={ROOT}", *arguments]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -61,7 +61,7 @@ def revision() -> str | None:
 
 
 def processor() -> str:
-    """The CPU's name, and how many cores this machine shows."""
+    """The CPU's name, and the number of cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Measures jobs in processes: one for each, or one for a group of them, and another one behind each crash."""
+"""Measures a group of jobs in one process, and in another one after each crash."""
 
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -9,7 +9,7 @@ from measuring.point import Job
 from measuring.process import WORKER, Process
 
 NO_TIME, STOPPED = "no time left", "ended by a signal"
-SHORTEST = 5.0  # seconds that have to be left for another process: it takes some to start
+SHORTEST = 5.0  # least seconds for another process, which takes some to start
 STARTING = 60.0  # seconds in which a process has to begin: torch may come from a cold disk
 
 
@@ -18,9 +18,9 @@ class Ended:
     """A job that ended.
 
     Attributes:
-        rows: what was measured, with "status" and "why": "ok"; "refused", the library said no; "failed", the process
-            died, took too long, or raised; "skipped", there was no time for it.
-        seconds: that it took.
+        rows: rows of the measurement, with "status" and "why". A status is "ok", "refused" (by the library), "failed"
+            (the process died, took too long, or raised) or "skipped" (no time was left).
+        seconds: seconds that the job took.
     """
 
     job: Job
@@ -38,20 +38,20 @@ def run_group(
     stop: Callable[[], bool] = lambda: False,
     command: Sequence[str] = WORKER,
 ) -> Generator[Ended]:
-    """`jobs` of one study in one process, each as soon as it has ended; those that a process cannot measure any more
-    because one of them took it down are measured in another.
+    """`jobs` of one study in one process, each as soon as it has ended. If a job takes the process down, another
+    process measures the jobs behind it.
 
     Args:
-        log: a file for reading and writing, without a buffer, that gets what the processes say on stderr.
-        local: what a measurement is told beside its settings, and does not depend on, such as a path.
+        log: unbuffered file for reading and writing; it gets stderr of the processes.
+        local: keywords of `measure` that do not change its rows, such as a path; None for none.
         timeout, limit: seconds for each job, once its process has begun with it, and for all of them.
-        stop: once it is true nothing more is given. The process is killed then, and when the caller has enough.
-        command: the process.
+        stop: once it is true, nothing more is given. The process is killed then, or when the generator is closed.
+        command: command line of the process.
     """
     end, waiting = time.monotonic() + limit, list(jobs)
     while waiting and not stop():
         since, current, begun = time.monotonic(), None, False
-        heard = since  # when the process last began or ended something
+        heard = since  # when the process last began or ended a job
         if limit < float("inf") and since > end - SHORTEST:
             yield from (_without(job, "skipped", NO_TIME) for job in waiting)
             return
@@ -81,7 +81,7 @@ def run_group(
                         process.note(f"out of place: {str(said)[:300]}")
                 if not waiting:
                     break
-        # Ctrl-C ends a process, too, that has not left this one's group yet: that is no failure of its.
+        # Ctrl-C also ends a process that has not left this one's group yet: that is no failure.
         if not waiting or stop():
             return
         status = "skipped" if process.why == NO_TIME else "failed"
@@ -94,7 +94,6 @@ def run_group(
 
 
 def _rows(said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a job that its process has ended."""
     if "failed" in said:
         return [{"status": "failed", "why": str(said["failed"]), "traceback": said.get("traceback")}]
     rows = said.get("rows")

@@ -1,5 +1,5 @@
-"""What rounds say: medians and spreads, ratios within a round, the noise floor, and intervals of right answers, alone
-and paired."""
+"""Medians and spreads of rounds, ratios within a round, the noise floor, and intervals of right answers, alone and
+paired."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 from measuring.point import Row
 
-# Columns that differ between runs of one point without saying anything.
+# Columns that may differ between runs of one point.
 _OF_A_RUN = ("run", "stamp", "took_s")
 
 
@@ -19,12 +19,12 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def merged(rows: Iterable[Row], *, of: Sequence[str] = (), timed: Sequence[str]) -> list[Row]:
-    """The runs of each point as one row: of the columns `timed` the median, with NAME_low and NAME_high beside it, and
-    "runs"; what only some runs have, such as a baseline's, is theirs. Rows of a point are told apart by the columns
-    `of`; one that is not "ok" stays as it is.
+    """The runs of each point as one row: medians of the columns `timed`, with NAME_low and NAME_high beside them, and
+    "runs". A column that only some runs have, such as a baseline's, is kept. The columns `of` tell rows of a point
+    apart. Without a row that is "ok", the last row stays as it is.
 
     Raises:
-        ValueError: two runs that differ in anything else, though nothing is left to chance; names row and column.
+        ValueError: two runs differ in another column, though nothing is left to chance; names point and column.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -51,7 +51,7 @@ def merged(rows: Iterable[Row], *, of: Sequence[str] = (), timed: Sequence[str])
 
 
 def paired(rows: Sequence[Row], ours: str, theirs: str, figure: str) -> list[float]:
-    """`figure` of point `ours` over that of point `theirs`, of every run that has both: between runs a machine changes.
+    """`figure` of point `ours` over that of point `theirs`, for each run that has both: a machine changes between runs.
     Rows of more than one task are added up first."""
 
     def by_run(key: str) -> dict[tuple[int, str], float]:
@@ -67,8 +67,8 @@ def paired(rows: Sequence[Row], ours: str, theirs: str, figure: str) -> list[flo
 
 
 def noise_floor(ratios: Sequence[float]) -> dict[str, float] | None:
-    """How far two measurements of the same thing lie apart, as shares, from their `ratios` within a run: the 80th
-    percentile and the largest. None without any."""
+    """Distances of two measurements of the same thing, as shares, from their `ratios` within a run: the 80th percentile
+    and the largest. None for no ratios."""
     if not ratios:
         return None
     apart = [abs(ratio - 1) for ratio in ratios]
@@ -76,7 +76,7 @@ def noise_floor(ratios: Sequence[float]) -> dict[str, float] | None:
 
 
 def interval(correct: int, examples: int) -> tuple[float, float]:
-    """The shares between which the true one lies in 95 of 100 cases (Wilson 1927, score interval)."""
+    """The bounds of the true share in 95 of 100 cases (Wilson 1927, score interval)."""
     z = 1.959964
     share, spare = correct / examples, z * z / examples
     middle = (share + spare / 2) / (1 + spare)
@@ -85,18 +85,18 @@ def interval(correct: int, examples: int) -> tuple[float, float]:
 
 
 def drop(base: Sequence[bool], ours: Sequence[bool]) -> tuple[float, float, float]:
-    """By what share fewer of `ours` are right than of `base`, the answers to the same examples, and between which it
-    lies in 95 of 100 cases (Newcombe 1998, Statistics in Medicine 17: 2635, method 10). What both have right or wrong
-    together makes the interval narrower than those of the two shares.
+    """The share of right answers in `base` minus that in `ours`, to the same examples, and its bounds in 95 of 100
+    cases. Examples that both have right, or both wrong, make the interval narrower (Newcombe 1998, Statistics in
+    Medicine 17: 2635, method 10).
 
     Raises:
-        ValueError: not the same number of examples, or none.
+        ValueError: the numbers of examples differ, or are 0.
     """
     if len(base) != len(ours) or not base:
         raise ValueError(f"{len(ours)} answers cannot be paired with {len(base)}")
     count, first, second = len(base), sum(base), sum(ours)
     both = sum(a and b for a, b in zip(base, ours, strict=True))
-    # How far the two go together: φ, which the continuity correction brings closer to 0.
+    # φ, the correlation of the two, which the continuity correction brings closer to 0.
     excess = both * (count - first - second + both) - (first - both) * (second - both)
     excess = max(0.0, excess - count / 2) if excess > 0 else excess
     spare = (first * (count - first) * second * (count - second)) ** 0.5

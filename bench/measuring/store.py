@@ -1,9 +1,9 @@
 """The folder of a study: a small file for every measurement as soon as there is one, and the table made of them.
 
     points/KEY-RUN.json   one run of one point; gone once the table has it
-    rows.parquet          the table, and in its metadata the machines, versions and revisions that it is of
+    rows.parquet          the table, and in its metadata the machines, versions and revisions of its rows
 
-A file is there as a whole or not at all. A table of something else, or of other weights, is moved aside and not mixed.
+A file is whole or absent. A table of another study, or of other weights, is moved aside and not mixed.
 """
 
 import fcntl
@@ -21,22 +21,22 @@ from tiered.core.whole_file import write_then_rename
 
 TABLE, POINTS = "rows.parquet", "points"
 WEIGHTS = "weights_sha256"
-# Settings that all rows of a table share, the weights all rows of a model, or they are not to be compared.
+# Settings that rows of a table must share to be compared; weights are shared by the rows of a model.
 BASIS = (WEIGHTS, "device", "threads", "seed")
 
 
 class Store:
-    """What `folder` holds of a study.
+    """The measurements of a study in `folder`.
 
     Attributes:
-        unfinished: rows of jobs, by `Job.name`, that a run has measured which has not ended yet.
-        finished: those of the table.
-        stamps: by id, what rows were made on.
-        skipped: files that are there and not used, and why.
+        unfinished: rows by `Job.name`, from a run that has not ended yet.
+        finished: rows of the table, by `Job.name`.
+        stamps: origins of rows (`provenance`), by id.
+        skipped: names of files that are not used, and why.
     """
 
     def __init__(self, folder: Path, points: Sequence[Point]) -> None:
-        """`points`: those that are asked for."""
+        """`points`: points that are asked for."""
         self.folder, self._points = folder, {point.key: point for point in points}
         self._study = points[0].study
         self.unfinished: dict[tuple[str, int], list[Row]] = {}
@@ -46,7 +46,7 @@ class Store:
         self._read()
 
     def add(self, job: Job, rows: Sequence[Row], seconds: float, made_on: Mapping[str, Any]) -> list[Row]:
-        """Keep what was measured now: `rows` with the settings of their point, as columns."""
+        """Keep new `rows`, with the settings of their point as columns. Returns the rows with these columns."""
         stamp = hashlib.sha256(json.dumps(made_on, sort_keys=True).encode()).hexdigest()[:8]
         self.stamps[stamp] = dict(made_on)
         head = {"point": job.point.key, "run": job.run, "stamp": stamp, "took_s": round(seconds, 3)}
@@ -62,7 +62,7 @@ class Store:
         return flat
 
     def merge(self, command: str) -> Sequence[Row]:
-        """Write the table: what is unfinished in place of what was there of the same jobs; returns its rows."""
+        """Write the table, in which unfinished rows replace rows of the same jobs. Returns its rows."""
         rows = [row for own in (self.finished | self.unfinished).values() for row in own]
         order = {key: number for number, key in enumerate(self._points)}
         rows.sort(key=lambda row: (row["run"], order.get(row["point"], len(order))))
@@ -98,7 +98,7 @@ class Store:
                 self.skipped[f"{POINTS}/{path.name}"] = f"no measurement of this study: {error}"
 
     def _take(self, rows: list[Row], about: Mapping[str, Any], into: dict[tuple[str, int], list[Row]]) -> None:
-        """Raises `ValueError` where `rows` are not of this study, or rest on something else."""
+        """Raises `ValueError` if `rows` are of another study, or differ from the points in a setting of `BASIS`."""
         if about["study"] != self._study:
             raise ValueError(f"of the study {about['study']!r}, not {self._study!r}")
         for name in BASIS:
@@ -117,13 +117,13 @@ class Store:
 
 
 def read_rows(folder: Path) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of a folder's table, and what they were made on. Raises as `read_table`."""
+    """The rows of a folder's table, and its metadata. Raises as `read_table`."""
     return read_table(folder / TABLE)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for one run at a time. The lock goes with its process, however that ends.
+    """Make the folder if need be, and lock it for one run. The lock ends with its process.
 
     Raises:
         ValueError: another run has it, or it cannot be made.
@@ -147,7 +147,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """As `write_then_rename`, leaving nothing behind that would fill a full disk further. The error names the file."""
+    """As `write_then_rename`, but an error names the file and leaves no part of it on a full disk."""
     try:
         write_then_rename(path, write)
     except OSError as error:

@@ -1,25 +1,25 @@
-"""The studies there are, and what each of their modules has.
+"""The studies, and the contents of their modules.
 
-A study is a module of bench/studies. Its docstring says, in its first line, what it measures. It has
+A study is a module of bench/studies. The first line of its docstring says what it measures. The module has
 
-    AXES        by name, the values that are measured; each is a flag of the command line. "threads" as an axis is in
-                place of the flag that all other studies have, and a setting of every point
-    QUICK       those of `--quick`, where they are others
+    AXES        measured values, by name; each name is a flag of the command line. "threads" as an axis replaces the
+                flag that all other studies have, and is a setting of every point
+    QUICK       values of `--quick`, by name, if they differ
     OF          columns that tell the rows of one point apart
-    TIMED       columns that a clock gives; in all others two runs of a point agree, or `statistics.merged` says so
-    points(axes)                settings of every point, in the order in which a round measures them: what is compared
-                                stands together, so that a slow spell of the machine hits all of it. `ValueError` for
-                                values that are none
-    measure(settings, **local)  the rows of a point, in a process of its own; `RefusedError` where the library says no
-    tables(rows)                what is read from the rows of all runs: Markdown, by the mark of a page that it fills
+    TIMED       columns that a clock gives; in all others two runs of a point agree, or `statistics.merged` raises
+    points(axes)                settings of every point, in the order of a round. Points that are compared stand
+                                together, so that a slow spell of the machine hits all of them. `ValueError` for wrong
+                                values
+    measure(settings, **local)  the rows of a point, in a process of its own; `RefusedError` if the library refuses it
+    tables(rows)                Markdown tables of the rows of all runs, by the mark of a page that each fills
 
 and it may have
 
-    local(axes, **flags)        what only this machine knows, such as where a model is, as keywords of `measure`
+    local(axes, **flags)        keywords of `measure` that only this machine knows, such as the path of a model
     last_line(rows)             numbers of all rows by name, for the last line of stdout
-    expected(settings)          seconds that a point will take, where none of its runs was measured
-    LOCAL       flags whose values `local` gets, by name with their help: paths, None where they are not given. Neither
-                a row nor the recorded command has them
+    expected(settings)          seconds that a point will take, if none of its runs was measured
+    LOCAL       flags whose values `local` gets, by name with their help: paths, None if they are absent. Neither a row
+                nor the recorded command has them
 """
 
 import ast
@@ -44,18 +44,18 @@ def names() -> dict[str, str]:
 
 
 def study_named(name: str) -> ModuleType:
-    """Raises `ValueError` with the nearest name where there is none such."""
+    """The module of a study. Raises `ValueError` with the nearest name if there is none."""
     if name not in names():
         raise unknown_name("study", name, names())
     return importlib.import_module(f"studies.{name}")
 
 
 def points_of(study: ModuleType, axes: Axes, common: Mapping[str, Any], filters: str | None = None) -> list[Point]:
-    """Every point once, in the order of the study; `common`: settings of all of them. `filters`: AXIS=VALUE|…,…, with
-    != for what is left out; a point without such a setting has the value none.
+    """Every point once, in the order of the study. `common`: settings of all points. `filters`: AXIS=VALUE|…,…, with !=
+    to leave values out; a point without such a setting has the value none.
 
     Raises:
-        ValueError: what the study says, or a filter of no setting, or nothing left.
+        ValueError: values that the study refuses, a filter of no setting, or no point left.
     """
     name = study.__name__.rpartition(".")[2]
     made = [Point(study=name, settings=dict(common) | settings) for settings in study.points(axes)]
@@ -74,8 +74,8 @@ def points_of(study: ModuleType, axes: Axes, common: Mapping[str, Any], filters:
 
 
 def parse_values(name: str, text: str, like: Sequence[Any]) -> list[Any]:
-    """The values in a comma-separated list, each once: numbers where those in `like` are; `none` is None where no value
-    in `like` is text.
+    """The values in a comma-separated list, each once: numbers if those in `like` are numbers. `none` is None if no
+    value in `like` is text.
 
     Raises:
         ValueError: names the axis, the value and what is allowed.

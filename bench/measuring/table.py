@@ -1,4 +1,4 @@
-"""Rows as one Parquet table: a column for every name that a row has, typed by its values, JSON where no type fits."""
+"""Rows as one Parquet table: a column for every name that a row has, typed by its values, JSON if no type fits."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """`rows` in their order; what one lacks is null. `about`, plain types for JSON, goes into the file's metadata."""
+    """Write `rows` in their order, with null for missing values. `about`, plain types for JSON, becomes metadata."""
     fields, columns = [], []
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
@@ -35,11 +35,11 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], about: Mapping[st
 
 
 def read_table(path: Path) -> tuple[list[Row], dict[str, Any]]:
-    """What `write_table` has written: the rows, without what is null in them, and `about`.
+    """The rows of `write_table`, without null values, and `about`.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is none of `write_table`.
+        ValueError: the file is not from `write_table`.
     """
     if not path.exists():
         raise FileNotFoundError(2, "no such file", str(path))

@@ -1,8 +1,8 @@
-"""The process of points: measures one after the other, and says the rows of each as it has them.
+"""The process of points: measures one after the other, and writes the rows of each as it has them.
 
-Reads {"study", "jobs", "local"} as JSON from the first line of stdin; the end of stdin is the end of whoever asked, and
-of this with all that it started. Says lines of JSON on stdout: {"begin": n}, then {"ended": n, "rows": […]}, or
-{"ended": n, "failed": why, "traceback": […]}. What libraries print goes to stderr.
+Reads {"study", "jobs", "local"} as JSON from the first line of stdin. At the end of stdin it ends, with all that it
+started. Writes lines of JSON to stdout: {"begin": n}, then {"ended": n, "rows": […]}, or {"ended": n, "failed": why,
+"traceback": […]}. Output of libraries goes to stderr.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from typing import Any
 
 from measuring.family import MARK, end_family
 
-BROKEN = 3  # exit status: a point took the device with it, the others need a new process
-_LINES, _LONGEST = 12, 500  # of a traceback that is kept, and the characters of a message
-_FOLDERS = (Path(__file__).resolve().parents[2], Path(sys.prefix))  # they say nothing to a reader elsewhere
+BROKEN = 3  # exit status: a point broke the device, so the others need a new process
+_LINES, _LONGEST = 12, 500  # lines that are kept of a traceback, and characters of a message
+_FOLDERS = (Path(__file__).resolve().parents[2], Path(sys.prefix))  # left out of messages: other machines have others
 
 
 class RefusedError(Exception):
-    """The library says no to what a point asks: a row with a reason, and no failure."""
+    """The library refuses a point: a row with a reason, and no failure."""
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """What the library says no with, before it does any work, as `RefusedError`."""
+    """Raise `RefusedError` in place of the errors by which the library refuses a call before any work."""
     from tiered.core.errors import TierCapacityError
 
     try:
@@ -39,12 +39,12 @@ def refusing() -> Iterator[None]:
 
 
 def main() -> None:
-    """Every job that was asked for."""
+    """Measure every job of the request."""
     said = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     request = json.loads(sys.stdin.readline())
     _end_with_stdin()
-    with contextlib.suppress(Exception):  # before any job begins, since it takes seconds; each says what is wrong
+    with contextlib.suppress(Exception):  # imports take seconds, before any job begins; each job reports their errors
         importlib.import_module(f"studies.{request['study']}")
         importlib.import_module("torch")
     for number, settings in enumerate(request["jobs"]):
@@ -64,7 +64,7 @@ def main() -> None:
             line = json.dumps({"ended": number} | _failure(error))
         said.write(line + "\n")
         if not _device_answers():
-            os._exit(BROKEN)  # a library that puts itself away might wait for the device
+            os._exit(BROKEN)  # a library that shuts down might wait for the device
 
 
 def _log(text: str) -> None:
@@ -84,7 +84,7 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _device_answers() -> bool:
-    """Whether the GPU still works, if one is used, with what the point has left behind thrown away."""
+    """Free memory that the point has left. False if a GPU is used and does not work any more."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -98,11 +98,11 @@ def _device_answers() -> bool:
 
 
 def _end_with_stdin() -> None:
-    """A process beside this one waits for the end of stdin: this one may hang where no thread of it gets a turn."""
+    """Let a second process wait for the end of stdin: this one may hang in a way that gives no thread a turn."""
     mark, group = os.environ.get(MARK), os.getpgrp()
     if mark is None or os.fork():
         return
-    os.setpgid(0, 0)  # it ends the group, and then goes on with what is left
+    os.setpgid(0, 0)  # out of the group, which it ends
     os.closerange(1, 64)
     while os.read(0, 4096):
         pass

@@ -1,1 +1,1 @@
-"""What there is to measure, a module each: its points, what measures one, and the tables read from the rows."""
+"""Measurements, a module each: the points, the measurement of one, and tables of the rows."""

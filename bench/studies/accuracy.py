@@ -1,9 +1,9 @@
-"""How often an embedded model answers exactly right: by task, policy and commit rule, with intervals.
+"""Exactly right answers of an embedded model: by task, policy and commit rule, with intervals.
 
-Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
-the tasks of `--examples` stand, one token a step, lookups of `--lookups` tokens, and, all that is sure at once, the
-tasks of `--long`, whose answers fill two to four blocks; and both ways those of `--fresh`, such as sort_marked@1024:30,
-which `embedded-fresh` has learned.
+Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. The
+tasks of `--examples` are asked under every rule. Lookups of `--lookups` tokens are asked with one token a step. Tasks
+of `--long`, whose answers fill two to four blocks, are asked with all sure tokens at once. Tasks of `--fresh`, such as
+sort_marked@1024:30, which `embedded-fresh` has learned, are asked both ways.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,12 +40,12 @@ QUICK: Axes = {
     "long": ["long_copy:1"],
     "rule": [FAST],
 }
-FEWER = {1024: 30, 2048: 12, 3968: 6}  # lookups, where else there are 60
+FEWER = {1024: 30, 2048: 12, 3968: 6}  # lookups by their tokens; 60 of others
 LONG_ANSWER = 128
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Policies in turn under each rule; then those of each length."""
+    """Policies in turn under each rule, for each length of prompts and answers."""
     for model in axes["model"]:
         noise, own = noise_of(model), weights(model)
         rules, slow = [rule for rule in CALLS[noise] if rule in axes["rule"]], next(iter(CALLS[noise]))
@@ -56,7 +56,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
                 of = {"policy": policy, "options": {}, "call": call, "tasks": tasks_of(examples)}
                 yield own | {"noise": noise, "rule": rule, "block": block} | of
             if noise == "uniform":
-                continue  # what learned it knows answers of one block alone
+                continue  # models of this noise know answers of one block alone
             fresh = [[text] for text in axes["fresh"] if text is not None]
             for examples in (*([axes["long"]] if rule != slow else []), *fresh):
                 long = {"call": call | {"max_new_tokens": LONG_ANSWER}, "tasks": tasks_of(examples)}
@@ -64,7 +64,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """By task, of each noise; `early`: early commits beside the same threshold without them."""
+    """Tables by task for each noise; `early`: early commits beside the same threshold without them."""
     seen = merged(rows, of=OF, timed=TIMED)
     shown = {
         "accuracy": [row for row in seen if row["noise"] == "mask" and row["rule"] != EARLY],

@@ -1,8 +1,8 @@
-"""By area of the canvas: staleness of cached keys and values, their drift in a step, and attention.
+"""Staleness of cached keys and values, their drift in a step, and attention, by area of the canvas.
 
 Part `caches`: the distance (1 - cos) of a policy's cached keys and values from those of an uncached forward. Part
 `steps`: the uncached model's own distance from one step to the next, and the attention of the current block's rows.
-Examples are one batch. About a minute.
+Examples are one batch. It takes about a minute.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,13 +1,13 @@
-"""Families whose rows see blocks: recorded histories again, and the exact cache beside the rows it feeds.
+"""Families whose rows see blocks: recorded histories again, and the exact cache beside the rows that it feeds.
 
 Part `recorded`: every recorded case of a family, logits and histories with the rows of each forward. Part `cost`: a
-random model of SDAR-8B's proportions in float32 answers behind a prompt; the floor is the share of a full pass, with
-torch's own attention, that the rows of all its forwards are. Part `answers`: how often the embedded model that sees
-blocks is right on the test split, by task. About ten minutes on one idle core.
+random model of SDAR-8B's proportions in float32 answers behind a prompt. Its floor is a full pass with torch's own
+attention, times the rows of all forwards over the positions. Part `answers`: right answers of the embedded model that
+sees blocks, on the test split, by task. It takes about ten minutes on one idle core.
 
 The last line of stdout says, beside the counts,
 
-    families_identical              whether all recorded cases came out, of every family
+    families_identical              true if all recorded cases of every family are the same
     exact_cache_over_row_floor      seconds of the call over the floor, the median of all rounds
     exact_match                     right answers by task, one token a step, in per cent
 
@@ -88,7 +88,7 @@ def measure(settings: Mapping[str, Any], **local: Any) -> Iterator[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`blocks`: what calls cost; `blocks_answers`: how often they are right."""
+    """`blocks`: costs of calls; `blocks_answers`: their right answers."""
     seen = merged(rows, of=OF, timed=TIMED)
     cost, answered = ([row for row in seen if row["part"] == part] for part in ("cost", "answers"))
     return {
@@ -98,7 +98,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says of the figures that have goals."""
+    """The figures that have goals, for the last line."""
     told = [row for row in rows if row["part"] == "recorded"]
     costs = [row["over_floor"] for row in rows if row["part"] == "cost" and row["status"] == "ok"]
     right = {

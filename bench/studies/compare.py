@@ -1,8 +1,8 @@
 """Every policy and preset, and transformers' own caches: the same questions, the same commit rules.
 
-Answers have 32 tokens in blocks of 8, so that a canvas has finished blocks and blocks to come; a policy that is made
-for another call gets that one, and `none` answers it too. `none` is measured twice: what lies between its two names is
-noise. A policy that a call does not fit, and a baseline that cannot be had here, is a row that says why.
+Answers have 32 tokens in blocks of 8, so that a canvas has finished blocks and blocks to come. A policy that is made
+for another call gets that one, and `none` answers it too. `none` is measured twice: the difference of its two names is
+noise. A policy that a call does not fit, or a baseline that cannot be had here, has a row that says why.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +26,8 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables
 
 ANSWER, BLOCK = 32, 8
 AGAIN = "none, again"
-LONG = 992  # tokens of the lookups, one a call, whose speed, rows and bytes are those of the tables
-MOST = {"sort": 60, "chain": 40, "lookup": 10}  # where policies differ
+LONG = 992  # tokens of the lookups, one a call, that give the speeds, rows and bytes of the tables
+MOST = {"sort": 60, "chain": 40, "lookup": 10}  # examples of tasks in which policies differ
 AXES: Axes = {
     "model": ["embedded", "embedded-uniform"],
     "rule": [*dict.fromkeys(rule for rules in RULES.values() for rule in rules)],
@@ -45,7 +45,7 @@ IN_UNIFORM = ("none", "fast_dllm_dual", "polestar")
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Policies in turn under each rule. A name stands for all that begin with it and a comma."""
+    """Policies in turn under each rule. A name stands for all names that begin with it and a comma."""
     known, asked = AXES["policy"], tasks_of(axes["examples"])
     if wrong := next((name for name in axes["policy"] if name not in known), None):
         raise unknown_name("policy", wrong, known)
@@ -91,8 +91,8 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 def share(
     rows: Sequence[Row], name: str, takes: Callable[[Row], bool], tasks: Sequence[str] = ()
 ) -> tuple[str, Column]:
-    """A column of right answers, and its name with how many each policy was asked; of `tasks` without the long lookups,
-    or of all, and those too."""
+    """A column of right answers, and its name with the number of examples of each policy. It is of `tasks` without the
+    long lookups, or of all tasks with them."""
 
     def of(row: Row) -> bool:
         return takes(row) and (not tasks or (row.get("task") in tasks and row.get("size") != LONG))
@@ -102,7 +102,7 @@ def share(
 
 
 def figures(runs: Sequence[Row], rule: str) -> dict[str, Column]:
-    """Columns of what the long lookups took under `rule`. `runs`: the rows before their runs were merged."""
+    """Columns of the costs of the long lookups under `rule`. `runs`: the rows before their runs were merged."""
 
     def moved(rows: Sequence[Row]) -> str:
         count = (rows[0]["to_device_bytes"] + rows[0]["to_host_bytes"]) / sum(rows[0]["passes"].values())
@@ -121,7 +121,7 @@ def figures(runs: Sequence[Row], rule: str) -> dict[str, Column]:
 
 
 def ratios(row: Row, runs: Sequence[Row]) -> list[float]:
-    """Its speed over that of `none` in the same call and run; empty for that one itself."""
+    """The speed of `row` over that of `none` in the same call, by run; empty for `none` itself."""
     long = [each for each in runs if each.get("size") == LONG and each["model"] == row["model"]]
     plain = [each for each in long if base(each) == "none" and each["policy"] not in (AGAIN, row["policy"])]
     theirs = next((each["point"] for each in plain if each["call"] == row["call"]), None)
@@ -137,7 +137,7 @@ def spread_words(values: Sequence[float]) -> str:
 
 
 def floor(rows: Sequence[Row], runs: Sequence[Row]) -> str:
-    """In words, how many runs there were, and how far two measurements of `none` lie apart."""
+    """The number of runs, and the distance of two measurements of `none`, in words."""
     long = [row for row in rows if row.get("size") == LONG and row["status"] == "ok"]
     found = noise_floor([ratio for row in long if row["policy"] == AGAIN for ratio in ratios(row, runs)])
     runs_of = max((row["runs"] for row in long), default=0)
@@ -149,7 +149,7 @@ def floor(rows: Sequence[Row], runs: Sequence[Row]) -> str:
 
 
 def refusals(rows: Iterable[Row]) -> list[str]:
-    """A paragraph of why some policies have no figures, if there are any."""
+    """A paragraph with the reasons of policies without figures, if there are any."""
     told: dict[str, dict[str, None]] = {}
     for row in rows:
         if row["status"] != "ok":
@@ -159,5 +159,5 @@ def refusals(rows: Iterable[Row]) -> list[str]:
 
 
 def base(row: Row) -> str:
-    """The policy's name without what tells measurements of one apart."""
+    """The policy's name without the words that tell its measurements apart."""
     return row["policy"].partition(",")[0]

@@ -1,10 +1,10 @@
-"""What calls behind long prompts cost: seconds, rows and bytes, planned and measured.
+"""Costs of calls behind long prompts: seconds, rows and bytes, planned and measured.
 
 A random model in float32 on one thread. A size is PROMPT:BLOCKS:STEPS: tokens of the prompt, blocks of 32 tokens, and
-steps of each. At every size the policies take turns, without a budget and with raw keys and values; then, at the first
-size, those of --coded with each of --kv where the device has room for --budget of what the dual cache's keys and values
-take raw. Beside the seconds stand those that the plan has for the call, by rates that the process has measured on this
-machine just before; --dry-run adds them up. More than an hour on one idle core, of which the last size is half.
+steps of each. At every size the policies take turns, without a budget and with raw keys and values. Then, at the first
+size, policies of --coded take turns with each of --kv. The device then has room for --budget of the dual cache's raw
+keys and values. Beside the seconds stand planned ones, by rates that the process has just measured; --dry-run adds them
+up. It takes more than an hour on one idle core, half of it for the last size.
 Three rounds of the first size, and one of the others:
 
     python bench/measure.py contexts --size 8192:8:8 --runs 3 && python bench/measure.py contexts --keep
@@ -12,7 +12,7 @@ Three rounds of the first size, and one of the others:
 The last line of stdout says, beside the counts,
 
     polestar_auto_over_dual_time    of the last size; the same of the other policies
-    kv_bytes_per_element_CODEC      that all tiers hold of keys and values under the budget, over their elements, by the
+    kv_bytes_per_element_CODEC      bytes of keys and values in all tiers under the budget, over their elements, by the
                                     first of --coded
     plan_over_measured              planned seconds over measured ones, the median of all calls
     plan_over_measured_spread       the largest such ratio over the smallest
@@ -73,7 +73,7 @@ CALLS = {
     "device": "{device_mib:.1f} MiB",
 }
 CODED = CALLS | {"host": "{host_mib:.1f} MiB", "moved": "{moved_mib:.1f} MiB", "bytes an element": "{kv_held:.3f}"}
-_START = 5.0  # seconds in which a process has torch, a model and its rates
+_START = 5.0  # seconds until a process has torch, a model and its rates
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
@@ -84,14 +84,14 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         calls += [(first, *of) for of in product(axes["coded"], axes["kv"], axes["budget"])]
         for size, name, kv, budget in calls:
             base, options = REFRESH_EVERY_4.get(name, (name, {}))
-            make_policy(base)  # names one that there is not
+            make_policy(base)  # raises for an unknown name
             of = {"policy": name, "base": base, "options": options, "kv": kv, "budget": budget}
             yield size | {"width": width, "layers": layers, "block": BLOCK} | of
 
 
 def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
-    """One row: what `workloads.calls` says, what was planned, and "kv_held", bytes that all tiers hold of keys and
-    values for each element of them."""
+    """One row: the figures of `workloads.calls`, planned seconds, and "kv_held": bytes of keys and values in all tiers,
+    over their elements."""
     rates = _rates(settings["device"], settings["threads"])
     runtime, out = answered(settings)
     tiers, shape = out.memory.tiers, runtime.model.shape
@@ -103,8 +103,8 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def expected(settings: Mapping[str, Any]) -> float:
-    """What is planned for it. What leaves a choice to the call takes as long as without it at the most; what there is
-    not is refused at once."""
+    """Planned seconds of the point. If the call chooses an option, the plan is without it, which takes at least as
+    long. An unknown policy is refused at once."""
     options = {} if "auto" in settings["options"].values() else settings["options"]
     try:
         policy = make_policy(settings["base"], **options)
@@ -161,7 +161,7 @@ def over_dual(rows: Sequence[Row], ours: Row) -> float | None:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says of the figures that have goals."""
+    """The figures that have goals, for the last line."""
     seen = sorted(merged(rows, of=OF, timed=TIMED), key=by_size)
     free = [row for row in seen if "budget" not in row]
     over = {row["policy"]: over_dual(rows, row) for row in free if row["size"] == free[-1]["size"]}

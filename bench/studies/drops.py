@@ -1,16 +1,16 @@
-"""What caches and codes of keys, values or weights lose: right answers to the prompts of `none`.
+"""Losses by caches and by codes of keys, values or weights: right answers to the prompts of `none`.
 
-Parts: `long` asks behind prompts of 1000 and 2000 tokens for answers of two to four blocks (behind 3968, all that the
-model has positions for, it gets none right); `blocks` has such answers behind short prompts, `short` the other tasks;
-`logits` says how far codecs move those of a canvas of masks. Every policy answers with raw keys and values, those of
---coded with each of --kv as well, and those of --weighed with weights in each of --weights; all commit what is surer
-than 0.9. `elastic_cache` answers in one block, which it is made for. A drop is a difference of shares with its 95 %
-interval, answers paired prompt by prompt. About three hours on one idle core, of which `--part blocks,short,logits` are
-a quarter of one; `--filter weights!=none` are the weights in codes alone.
+Part `long` asks for answers of two to four blocks behind prompts of 1000 and 2000 tokens. (Behind 3968, all positions
+of the model, it gets none right.) Part `blocks` has such answers behind short prompts, part `short` the other tasks.
+Part `logits` has the distances by which codecs move logits of a canvas of masks. Every policy answers with raw keys and
+values. Policies of --coded also answer with each of --kv, and those of --weighed with weights in each of --weights. All
+commit tokens that are surer than 0.9. `elastic_cache` answers in one block, for which it is made. A drop is a
+difference of shares with its 95 % interval, answers paired prompt by prompt. It takes about three hours on one idle
+core, a quarter of one for `--part blocks,short,logits`; `--filter weights!=none` measures weights in codes alone.
 
 The last line of stdout says, in points beside the counts,
 
-    exact_match_drop_CODEC      of part `long`, beside raw under the same policy: that of the policy with the largest
+    exact_match_drop_CODEC      of part `long`, beside raw under the same policy: the largest of all policies
     exact_match_drop_weights_CODE    the same of weights in codes
     exact_match_drops           by part, policy and codec, beside `none` with raw keys and values: [drop, low, high]
     polestar_drift_over_full    of part `long`, `polestar-drift` beside `polestar`: [drop, low, high]
@@ -63,13 +63,13 @@ QUICK: Axes = {
 }  # fmt: skip
 RAW = "raw"
 BASE = ("none", RAW)
-# By part, policy and code, which answers were right, in one order.
+# By part, policy and code: True for right answers, in one order.
 Key = tuple[str, str, str]
 Answers = Mapping[Key, Sequence[bool]]
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Of each part its policies in turn, and the codecs of one next to each other, then its weights in codes."""
+    """The policies of each part in turn, each with its codecs, and then with weights in codes."""
     for form in axes["weights"]:
         WeightForm.of(form)
     for model, part in product(axes["model"], axes["part"]):
@@ -81,7 +81,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             continue
         for name in axes["policy"]:
             base, options = REFRESH_EVERY_4.get(name, (name, {}))
-            make_policy(base)  # names one that there is not
+            make_policy(base)  # raises for an unknown name
             call = {"max_new_tokens": ANSWER[part], "block_length": ANSWER[part] if base in ONE_BLOCK else BLOCK}
             asked = of | {"policy": name, "base": base, "call": call | {"confidence_threshold": 0.9}}
             for kv in axes["kv"] if name in axes["coded"] else ["raw"]:
@@ -97,8 +97,8 @@ def measure(settings: Mapping[str, Any], **local: Any) -> Iterator[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`drops`: of policies; `kv`: of codecs, and `kv_tasks`: right answers and forwards of an example by task;
-    `kv_logits`: distances of logits; `weights_lost`: of weights in codes."""
+    """`drops`: drops of policies; `kv`: of codecs; `weights_lost`: of weights in codes. `kv_tasks`: right answers and
+    forwards of an example by task; `kv_logits`: distances of logits."""
     seen, nfe = merged(rows, of=OF, timed=TIMED), mean("nfe", 1)
     weighed = [row for row in seen if "weights" in row]
     told, found = [row for row in seen if row["part"] != "logits" and "weights" not in row], answers_of(seen)
@@ -123,7 +123,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def lost(found: Answers, base: tuple[str, str] | None = None) -> Show:
-    """What shows the drop of a policy and codec beside those of `base`; None: beside the same policy with raw ones."""
+    """The text of a drop of a policy and codec beside those of `base`; None for the same policy with raw ones."""
 
     def show(rows: Sequence[Row]) -> str:
         of = part, name, _ = key(rows[0])
@@ -135,7 +135,7 @@ def lost(found: Answers, base: tuple[str, str] | None = None) -> Show:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says of drops."""
+    """Drops, for the last line."""
     found = answers_of(merged(rows, of=OF, timed=TIMED))
     beside = {of: drop_of(found, (of[0], *BASE), of) for of in found if of[1:] != BASE}
     codes = [*(kv for kv in KV if kv != RAW), *map(in_weights, CODES)]
@@ -155,17 +155,17 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def key(row: Row) -> Key:
-    """Of which answers a row is."""
+    """The key of a row's answers."""
     return row["part"], row["policy"], in_weights(row["weights"]) if "weights" in row else row["kv"]
 
 
 def in_weights(code: str) -> str:
-    """What a code is called where weights are in it, and not keys and values."""
+    """The name of a code of weights, not of keys and values."""
     return f"weights_{code}"
 
 
 def answers_of(rows: Sequence[Row]) -> Answers:
-    """Of everything that was answered; tasks follow each other in the order in which they were asked."""
+    """Answers by key; tasks follow each other in the order in which they were asked."""
     found: dict[Key, list[bool]] = {}
     for row in rows:
         if row["status"] == "ok" and "right" in row:
@@ -174,7 +174,7 @@ def answers_of(rows: Sequence[Row]) -> Answers:
 
 
 def drop_of(found: Answers, base: Key, ours: Key) -> list[float] | None:
-    """The drop and its interval, in points; None where either was not asked, or not the same."""
+    """The drop and its interval, in points; None if either was not asked, or not the same number of prompts."""
     if base not in found or ours not in found or len(found[base]) != len(found[ours]):
         return None
     return [round(100 * share, 2) for share in drop(found[base], found[ours])]

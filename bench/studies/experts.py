@@ -1,8 +1,8 @@
-"""Mixtures whose experts do not all fit: what routers pick, how well it is guessed, and what copies cost.
+"""Mixtures whose experts do not all fit: picks of routers, guesses of them, and costs of copies.
 
 Parts, all on the CPU, over a random LLaDA2 in float32 whose answer has four blocks. A layer's branches add to a row
-about --branch times its size. By 1 the rows differ as random ones do. By 0.25, which is (2 · 8)^-½ and what GPT-2
-begins its training with, masks stay alike from layer to layer and from step to step, as trained models' do.
+about --branch times its size. By 1 the rows differ as random ones do. By 0.25 masks stay alike from layer to layer and
+from step to step, as those of trained models do. GPT-2 begins its training with this factor, (2 · 8)^-½.
 
     recorded  logits and picked experts of LLaDA-MoE, LLaDA2 and SDAR-MoE beside those of the official code
     picks     experts of a layer that a step and a block reach, how they overlap, the recall of guesses a layer ahead,
@@ -10,16 +10,16 @@ begins its training with, masks stay alike from layer to layer and from step to 
     stream    a call with slots for --share of the experts over a slowed link: the copy of the experts that a step
               reaches stands to its forward as with LLaDA2-mini in int4 on --link, by data sheets. Beside it the same
               call without guesses, experts fetched one by one and waited for (TIDE's schedule), and all experts in
-              each forward. The answers are those of resident experts, or it has failed
+              each forward. The answers are those of resident experts, or the point fails
     load      the peak of anonymous memory of a process that loads the model in --form with as few experts on the
-              device as go, over what is booked then and one raw tensor
+              device as possible, over the booked bytes and one raw tensor
 
-About ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
+It takes about ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
-    families_identical, router_identical    whether all recorded cases came out: logits, and picked experts
+    families_identical, router_identical    true if all recorded cases are the same: logits, and picked experts
     experts_over_bound      a call over, forward by forward, the longer of computing and of its misses' copies: the
                             largest
-    experts_hidden_share    of the time of copies that computing could hide, how much it did: the smallest
+    experts_hidden_share    hidden time of copies over the time that computing could hide: the smallest
     bytes_over_misses       bytes that came over those without guesses: the largest
     over_one_by_one         a forward over that with experts fetched one by one: the largest
     misses_over_belady      fetches without guesses over Belady's: the largest
@@ -113,8 +113,8 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`experts_picked`: what routers pick; `experts_streamed`: calls over a slowed link; `experts_loaded`: peaks
-    of loading."""
+    """`experts_picked`: picks of routers; `experts_streamed`: calls over a slowed link; `experts_loaded`: peaks of
+    loading."""
     seen = merged(rows, of=OF, timed=TIMED)
     picked = [row | {"over_belady": _over_belady(row)} for row in seen if row["part"] == "picks"]
     streamed = [row for row in seen if row["part"] == "stream"]
@@ -135,7 +135,7 @@ def _over_belady(row: Row) -> str:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says of the figures that have goals, of medians over rounds."""
+    """The figures that have goals, of medians over rounds, for the last line."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
     def of(figure: str) -> list[float]:

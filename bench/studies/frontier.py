@@ -1,11 +1,11 @@
-"""What right answers cost as freshness is turned up, policy by policy, on tasks that need a fresh prompt.
+"""The cost of right answers as freshness is turned up, policy by policy, on tasks that need a fresh prompt.
 
-A cell is a task, the size of its prompts and a commit rule; its policies take turns. `SETTINGS` has as many settings of
-each policy as any gets: first that of its authors, then more and more updates. --setting takes some, by number. `none`
+A cell is a task, the size of its prompts and a commit rule; its policies take turns. `SETTINGS` has equally many
+settings of each policy: first that of its authors, then more and more updates. --setting takes some, by number. `none`
 has nothing to set, and `polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another
-call. In a cell a setting is *near* if it is at most a point less often right than `none`, on the same prompts.
+call. In a cell a setting is *near* if it has at most a point fewer right answers than `none`, on the same prompts.
 
-Settings are chosen on the validation split; --split test says once what they are worth. Nothing stops early.
+Settings are chosen on the validation split; --split test measures the chosen ones once. Nothing stops early.
 
 The last line of stdout has, over the cells with near settings of `polestar` and of others but `none`, the medians
 
@@ -95,10 +95,10 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows of each cell that has one of `none`, each with "rows" (that an answer recomputed), "below" (the share of
-    right answers from `none` to it, and the bounds of it) and "near". A setting that was asked more prompts than once
-    has its longest row, with the time of an answer of the fastest one: long runs go on beside other work. Two settings
-    are compared on the prompts of both, which are the first ones."""
+    """The rows of each cell that has one of `none`, each with "rows" (recomputed for an answer), "below" and "near".
+    "below" is the share of right answers from `none` to the row, with its bounds. A setting of several rows has the
+    longest one, but the fastest time of an answer, because long runs go on beside other work. Two settings are compared
+    on the prompts of both, which are the first ones."""
     found: dict[tuple[Any, ...], dict[tuple[Any, ...], Row]] = {}
     for row in merged(rows, of=OF, timed=TIMED):
         if row["status"] == "ok":
@@ -123,17 +123,17 @@ def _examples(row: Row) -> int:
 
 
 def _seconds(row: Row) -> float:
-    """Of an answer."""
+    """Seconds of an answer."""
     return row["seconds"] / row["examples"]
 
 
 def best(rows: Sequence[Row], figure: str = "rows") -> Row:
-    """The near row with least of `figure`; without a near one, that with most right answers."""
+    """The near row with the least `figure`; without a near row, the one with most right answers."""
     return min(rows, key=lambda row: (not row["near"], row[figure] if row["near"] else -row["correct"]))
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`frontier`: by cell and policy the near setting with least rows, or else the one that is right most often."""
+    """`frontier`: by cell and policy the near setting with least rows, else the setting with most right answers."""
     lines = []
     for (_, split, asked, rule), own in cells(rows).items():
         of = f"{asked}, {rule}" if split == "validation" else f"{asked}, {rule}, {split}"
@@ -158,13 +158,13 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says."""
+    """The figures of the last line."""
     found = cells(rows)
     return {"cells": len(found)} | {name: value for ours in OURS for name, value in _over_next(found, ours).items()}
 
 
 def _over_next(found: Mapping[Any, Sequence[Row]], policy: str) -> dict[str, Any]:
-    """How far `policy` is ahead of all others but `none`, where both are near."""
+    """The figures of `policy` over those of all others except `none`, in cells in which both are near."""
     ratios, below, with_ours = {"rows": list[float](), "seconds": list[float]()}, list[float](), 0
     for own in found.values():
         near = [row for row in own if row["near"] and row["policy"] != NONE]

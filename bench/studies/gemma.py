@@ -1,14 +1,15 @@
 """DiffusionGemma beside transformers' own caches, and its logits in tiles beside whole ones.
 
-Parts: `cache` compares the logits of a canvas behind prompts below, at and beyond the window of a tiny random model. It
-asks transformers' `generate` with its dynamic, static and quantized cache, and the library; a quantized cache takes no
-layers with a window, so the same model without windows is asked as well. `head` proposes tokens with the heads of
-DiffusionGemma and LLaDA at their released sizes, in float32, from logits in tiles and from whole ones: by the sums that
-DiffusionGemma's rule reads, by the likeliest tokens, and by draws under a cut. A quarter of an hour on two idle cores.
+Part `cache` compares the logits of a canvas behind prompts below, at and beyond the window of a tiny random model. It
+asks transformers' `generate` with its dynamic, static and quantized cache, and the library. A quantized cache takes no
+layers with a window, so the same model without windows is asked as well. Part `head` proposes tokens with the heads of
+DiffusionGemma and LLaDA at their released sizes, in float32, from logits in tiles and from whole ones. Tokens are by
+the sums that DiffusionGemma's rule reads, the likeliest, or drawn under a cut. It takes a quarter of an hour on two
+idle cores.
 
 The last line of stdout says, each null as long as its rows are missing,
 
-    families_identical           whether the library's logits are within 5e-4 of those of the dynamic cache everywhere
+    families_identical           true if the library's logits are within 5e-4 of those of the dynamic cache everywhere
     logit_bytes_tiled_over_whole    the largest of part `head`
     tiled_over_whole_time        the largest
 """
@@ -75,7 +76,7 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`gemma_cache`: the largest difference from the dynamic cache, and how far another prompt moves the logits;
+    """`gemma_cache`: the largest difference from the dynamic cache, and the largest move of logits by another prompt;
     `gemma_head`: bytes and seconds."""
     seen = merged(rows, of=OF, timed=TIMED)
     caches = [row for row in seen if row["part"] == "cache"]
@@ -102,7 +103,7 @@ def _difference(rows: Sequence[Row]) -> str:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says."""
+    """The figures of the last line."""
     seen = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
     ours = [row["difference"] for row in seen if row.get("cache") == gemma.OURS]
     head = [row for row in seen if row["part"] == "head"]

@@ -1,8 +1,8 @@
-"""What only a GPU can tell: is it right, is it fast, do the books agree. See bench/gpu_day.py.
+"""Checks and measurements that need a GPU: exactness, speed, and the books of memory. See bench/gpu_day.py.
 
-A part is a module of bench/gpu_parts: `cases(setting)` names what it measures, in order, and starts no kernel;
-`measure(setting, case)` is the row of one, with `ok` and `why` where something was checked. What one case has made may
-serve the next of the part, where they share a process. `--quick`: tiny sizes, which mean nothing.
+A part is a module of bench/gpu_parts. `cases(setting)` names its cases, in order, and starts no kernel.
+`measure(setting, case)` is the row of a case, with `ok` and `why` if something was checked. A case may use work of
+earlier cases of the part in the same process. `--quick`: tiny sizes, which mean nothing.
 """
 
 import importlib
@@ -20,18 +20,18 @@ from measuring.study import Axes
 NOT_MEASURED, OK, MISSED = "not measured", "ok", "missed"
 STATUSES = ("ok", "failed", "skipped")
 _MOST_FAILED, _MOST_SKIPPED, _MOST_SLOW = 9, 4, 5
-_WIDEST = 100  # of a cell
+_WIDEST = 100  # characters of a cell
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Seconds that a part may take, what it leaves over being the next one's, and seconds of one case."""
+    """Seconds that a part may take, whose rest the next part may use, and seconds of one case."""
 
     seconds: float
     case_seconds: float
 
 
-# What others rest on comes first: a wrong kernel makes every later figure worthless.
+# The parts that others rest on come first: a wrong kernel makes every later figure worthless.
 PARTS = {
     "machine": Part(10, 10),
     "kernels": Part(55, 30),  # before the tests, which find its kernels compiled: Triton keeps them
@@ -47,7 +47,7 @@ PARTS = {
     "weights": Part(400, 120),
     "serving": Part(120, 120),
 }
-APART = ("weights", "serving")  # nine minutes have no room for them: they run where `--parts` names them
+APART = ("weights", "serving")  # nine minutes have no room for them: they run if `--parts` names them
 AXES: Axes = {"part": [name for name in PARTS if name not in APART], "size": ["full"]}
 QUICK: Axes = {"part": ["machine", "copies"], "size": ["tiny"]}
 OF, TIMED = ("part", "case"), ()
@@ -58,11 +58,11 @@ class Target:
     """One target.
 
     Attributes:
-        name: what is looked at.
-        part, cases: whose rows say it: of cases whose whole name this regular expression matches.
-        figure: of a row, by its size; with a dot for each level.
-        limit: that no row's figure may exceed, or, with `at_least`, fall short of.
-        words: how a figure is written.
+        name: the figure in words.
+        part, cases: part of the rows, and regular expression for whole names of their cases.
+        figure: column of a row, with a dot for each level; its sign does not count.
+        limit: bound that no row's figure may exceed, or, with `at_least`, fall short of.
+        words: format of a figure.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Target:
 
 
 class Reading(NamedTuple):
-    """Of a target: the `worst` figure (None: there is none), whose it is, and how many rows have one that should."""
+    """The `worst` figure of a target (None for none), its case, and the numbers of rows that have one and should."""
 
     verdict: str
     worst: float | None = None
@@ -89,7 +89,7 @@ class Reading(NamedTuple):
     expected: int = 0
 
 
-# What the project wants to reach on an H100.
+# Goals of the project on an H100.
 _CACHED = "(fast_dllm_dual|polestar_resident|polestar_raw|polestar_delta)"
 TARGETS = (
     Target(
@@ -128,12 +128,12 @@ TARGETS = (
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Every case of each part; one that cannot be imported has a single case."""
+    """Every case of each part; a part that cannot be imported has a single case."""
     for size in axes["size"]:
         for part in axes["part"]:
             try:
                 cases = _module(part).cases(Setting(device="cpu", tiny=size == "tiny", seed=0))
-            except Exception:  # whatever keeps it from being imported there: its process says so, in a row
+            except Exception:  # the part cannot be imported here: its process says so, in a row
                 cases = [""]
             yield from ({"part": part, "case": case, "size": size} for case in cases)
 
@@ -150,8 +150,8 @@ def measure(settings: Mapping[str, Any], stem: str | None = None) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """What failed, the targets, the parts, what was skipped, what is furthest from its floor: at most 60 lines, since
-    only the end of a long output may come back from a lent machine."""
+    """Failures, targets, parts, skipped cases, and figures furthest from their floors. They have at most 60 lines,
+    because only the end of a long output may come back from a lent machine."""
     failed, skipped, parts = [], dict[tuple[str, str], list[Row]](), dict[str, list[Row]]()
     for row in rows:
         parts.setdefault(row["part"], []).append(row)
@@ -182,7 +182,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def read(target: Target, rows: Sequence[Row]) -> Reading:
-    """The worst of what `rows` say of `target`: met only where every row that it rests on is within the limit."""
+    """The worst figure of `target` in `rows`. The target is met only if every row of its cases is within the limit."""
     own = [row for row in rows if row["part"] == target.part and re.fullmatch(target.cases, row["case"])]
     values = {row["case"]: value for row in own if (value := _value(target, row)) is not None}
     if not values:
@@ -219,7 +219,7 @@ def _target(target: Target, rows: Sequence[Row]) -> list[str]:
 
 
 def _module(part: str) -> Any:
-    """On demand: a part that cannot be imported costs its own row alone."""
+    """A part, imported on demand: one that cannot be imported costs its own row alone."""
     return importlib.import_module(f"gpu_parts.{part}")
 
 

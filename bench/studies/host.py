@@ -1,4 +1,4 @@
-"""What a GPU would wait for: launches, Python time, host reads, narrow loads, and copies behind large ones.
+"""Causes of waits of a GPU: launches, Python time, host reads, narrow loads, and copies behind large ones.
 
 Counted and timed on a CPU; no figure is a GPU's. Parts:
 
@@ -42,7 +42,7 @@ from tiered.policies.registry import make_policy
 
 PARTS = ["launches", "seconds", "waits", "loads", "copies"]
 POLICIES = ["fast_dllm_dual", "attended", "dkv_pd", "dllm_cache", "elastic_cache", "polestar"]
-# Of served requests: the family, and its policy.
+# The family of served requests, and its policy.
 SERVED = {"block-causal": ("sdar", "block_causal"), "bidirectional": ("llada", "fast_dllm_dual")}
 AXES: Axes = {
     "part": PARTS,
@@ -138,7 +138,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What the last line says."""
+    """The figures of the last line."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
     def figure(name: str, **like: Any) -> float | None:
@@ -164,7 +164,7 @@ def _of(rows: Sequence[Row], **like: Any) -> list[Row]:
 
 
 def _named(row: Row) -> Row:
-    """The row with its name, and what it counts by name in one cell each."""
+    """The row with its name, and with a cell for each of its counts by name."""
     names = [str(row[of]) for of in ("family", "policy", "served", "code", "way", "kind") if of in row] or [row["part"]]
     names += [f"{row['requests']} requests"] if "requests" in row else []
     cells = {

@@ -1,9 +1,9 @@
 """Many clients of one scheduler beside one request at a time, and steps of others while a prompt joins.
 
-`--part clients`: each of so many clients asks again as soon as it is answered; every point is served twice in the same
-process, one request at a time and together. `--part join`: a request that runs while the first pass over a prompt of
-`--context` tokens is cut into chunks of `--rows` rows (0: in one piece). `--part blocks`: the clients ask the embedded
-model that sees blocks, under its own policy and in its own blocks; a third time they run together and share no forward.
+`--part clients`: each of `--clients` clients asks again as soon as it is answered. Every point is served twice in the
+same process, one request at a time and together. `--part join`: a request runs while a prompt of `--context` tokens has
+its first pass, in chunks of `--rows` rows (0 for one piece). `--part blocks`: the clients ask the embedded model that
+sees blocks, with its own policy and blocks. A third time they run together and share no forward.
 
     python bench/measure.py load                                              # a quarter of an hour on two idle cores
     python bench/measure.py load --keep --part join --context 3968
@@ -60,12 +60,12 @@ JOINED = {
 
 
 def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are, that of part `blocks` among them."""
+    """The paths of the models, that of part `blocks` among them."""
     return local_of({**axes, "model": [*axes["model"], BLOCKS]})
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Of every part those of its own axes."""
+    """The points of every part, over its own axes."""
     asked = ("context", "answer", "confidence", "clients", "requests")
     for part in axes["part"]:
         if part == "clients":
@@ -99,7 +99,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def last_line(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """What the last line says of the figures that have goals, of medians over rounds."""
+    """The figures that have goals, of medians over rounds, for the last line."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
     def by_clients(part: str, way: str) -> dict[int, dict[str, Any]]:

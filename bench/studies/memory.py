@@ -1,7 +1,7 @@
-"""Where the bytes of a call are, by tier, account and forward, checked against what torch allocates.
+"""The bytes of a call, by tier, account and forward, checked against bytes that torch allocates.
 
 A random model and the embedded one, in float32; one call has a device budget that its features do not fit. LLaDA-8B is
-planned. Rows are told apart by `about`; a "check" has failed where they differ by more than is allowed.
+planned. `about` tells rows apart; a "check" fails if the bytes differ by more than is allowed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables
 
 DUAL, EMBEDDED = "fast_dllm_dual", {"model": ["embedded"]}
 PLANNED = {"model": ["llada-8b"], "positions": [4096, 16384, 32768]}
-# Their axes, and what differs from a policy's defaults; the policy is the first word.
+# Axes of each call, and settings that differ from its policy's defaults; the policy is the first word.
 CALLS: dict[str, tuple[Axes, dict[str, Any]]] = {
     **{policy: ({}, {}) for policy in (DUAL, "polestar", "dllm_cache", "elastic_cache")},
     f"{DUAL} in three quarters of its room": ({}, {"room": 0.75}),
@@ -35,7 +35,7 @@ FEATURES = {"features": "{kept}", "over the dual cache's": "{over:.3f}", "bytes 
 
 
 def local(axes: Axes) -> dict[str, Any]:
-    """Where the embedded model is."""
+    """The path of the embedded model."""
     return subjects.local(EMBEDDED)
 
 

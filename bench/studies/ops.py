@@ -1,9 +1,9 @@
-"""Where the time of a forward goes, by operation and policy; their sum matches the wall clock.
+"""The time of a forward, by operation and policy; the sum of operations matches the wall clock.
 
 Each call is made once to warm up, once without a recorder and once under it. The share of an operation is without those
 inside it; `covered` is the sum of all over the wall clock, which another clock has measured. Beside them stand bytes
-and FLOPs of a plain step over one block and of a refresh, and the floor that they set at the rates which this machine
-reaches in a matrix product and in reading memory.
+and FLOPs of a plain step over one block and of a refresh. Their floor is by the rates that this machine reaches in a
+matrix product and in reading memory.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What of its copies an update hides, with a GPU's link slowed down to this machine's attention.
+"""The share of an update's copies that compute hides, with a GPU's link slowed down to this machine's attention.
 
 Nothing here is a measurement of a GPU: the ratio of a copy to a block's attention follows from data sheets.
 """

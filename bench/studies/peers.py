@@ -1,8 +1,8 @@
 """Policies beside transformers' caches and the official code: seconds of a call, and right answers.
 
-A match is one algorithm in all its implementations, asked the same prompts in turn: of the model `random` one prompt of
---prompt tokens, one token a step; of others the --examples, TASK:COUNT, in one block. No official code comes along:
-docs/peers.md says how to get it, and without --official its rows are refused.
+A match is one algorithm in all its implementations, asked the same prompts in turn. The model `random` has one prompt
+of --prompt tokens, one token a step; others have the --examples, TASK:COUNT, in one block. No official code comes
+along: docs/peers.md says how to get it, and without --official its rows are refused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,27 +29,27 @@ LOCAL = {"official": "folder of the official checkouts", "official_python": "the
 
 
 def local(axes: Axes, **flags: str | None) -> dict[str, Any]:
-    """Where the models and the official code are."""
+    """The paths of the models and of the official code."""
     return {"paths": paths(axes["model"]), "official": located(**flags)}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """A match each, those of one checkpoint and prompt together."""
+    """A match each; matches of one checkpoint and prompt stand together."""
     for model, block in product(axes["model"], axes["block"]):
         if model != "random":
             of = weights(model) | {"tasks": tasks_of(axes["examples"], context=512)}
-            # Equal tokens are not demanded: it is so sure of some that rounding ranks them.
+            # Equal tokens are not demanded: the model is so sure of some that rounding ranks them.
             found = matches_of(axes["match"], axes["rule"], answer=block, block=block)
             yield from (of | match | {"agree": 0} for match in found)
             continue
         for prompt, answer, width, layers in product(*(axes[axis] for axis in ("prompt", "answer", "width", "layers"))):
             of = {"model": model, "prompt": prompt, "width": width, "layers": layers}
-            rules = [rule for rule in axes["rule"] if rule == "one"]  # it is sure of nothing
+            rules = [rule for rule in axes["rule"] if rule == "one"]  # it is sure of no token
             yield from (of | match for match in matches_of(axes["match"], rules, answer=answer, block=block))
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """A line for every peer: figures of a call by prompt, right answers by task; then commits, and who is missing."""
+    """A line for every peer: figures of a call by prompt, right answers by task; then commits, and missing peers."""
     every = merged(rows, of=OF, timed=TIMED)
     good = [row for row in every if row["status"] == "ok"]
     races, asked = ([row for row in good if ("correct" in row) is right] for right in (False, True))
@@ -73,7 +73,7 @@ def table(rows: Sequence[dict[str, Any]], by: str, heads: Sequence[str], cells: 
 
 
 def speed(row: dict[str, Any]) -> list[str]:
-    """Rows that a call recomputes; medians, of several runs with the 20th and 80th percentile."""
+    """Rows that a call recomputes, and medians, with the 20th and 80th percentile of several runs."""
     spreads = [
         f" ({row[f'{n}_low']:.2f}-{row[f'{n}_high']:.2f})" if n in row and row["runs"] > 1 else "" for n in TIMED
     ]
@@ -82,7 +82,7 @@ def speed(row: dict[str, Any]) -> list[str]:
 
 
 def answers(row: dict[str, Any]) -> list[str]:
-    """Right answers, forwards of one, and answers that are the first peer's, token for token."""
+    """Right answers, forwards of an answer, and answers that are the first peer's, token for token."""
     low, high = (100 * share for share in interval(row["correct"], row["examples"]))
     right = f"{row['correct']} of {row['examples']} ({low:.0f}-{high:.0f})"
     return [right, f"{row['nfe']:.2f}", str(row["same_answers"])]

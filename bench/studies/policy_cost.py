@@ -1,10 +1,10 @@
-"""What each policy costs: a plain step, a refresh, an update, and a whole run.
+"""The costs of each policy: a plain step, a refresh, an update, and a whole run.
 
 A random model in float32, one token a step. A plain step neither refreshes nor updates anything. Time is over that of a
-full pass; over the floor it is over the share of the positions that is recomputed; the overhead is what a layer of a
-plain step takes, its share of choosing rows included, over a layer of a block-only step: the dual cache's, over one
-block of as many tokens as the policy's plain step recomputes rows. A whole run is over the dual cache's, and over that
-of `none`, which is as many full passes; beside it stands the same of rows.
+full pass; over the floor it is also over the share of the positions that is recomputed. The overhead is the time of a
+layer of a plain step, with its share of choosing rows, over a layer of a block-only step. That is the dual cache's step
+over one block with the rows of the policy's plain step. A whole run is over the dual cache's, and over that of `none`,
+which is as many full passes. Beside it stands the same of rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,5 +45,5 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """A line for each policy; an empty cell: it has no such forward."""
+    """A line for each policy; a cell is empty if the policy has no such forward."""
     return {"policy_cost": rows_table("`{policy}`", COLUMNS, merged(rows, of=OF, timed=TIMED))}

@@ -1,11 +1,12 @@
-"""Which policy pays where: seconds, rows and bytes by context, blocks, steps, width, budget and link.
+"""The policies that pay in each regime: seconds, rows and bytes by context, blocks, steps, width, budget and link.
 
-A star, for the full product would take days. Every number of blocks beside every context, with the first value of each
-other axis; then every other value of one of these axes beside every context, at the middle number of blocks; and the
-second link at the last budget. A link is an axis of what moves bytes alone. `none-again` is `none` once more, where the
-other axes have their first value: what lies between the two is noise. `--steps` are those of a block and stand for a
-threshold, for the model is random, and no token of it confident. `--budget`: the share of the dual cache's keys and
-values that the device has room for; `--link`: 10⁶ bytes a second. About an hour on one idle core.
+The points are a star, because the full product would take days. Every number of blocks stands beside every context,
+with the first value of each other axis. Then every other value of one of these axes stands beside every context, at the
+middle number of blocks. The second link stands at the last budget. A link is an axis of policies that move bytes alone.
+`none-again` is `none` once more, if other axes have their first value: the difference of the two is noise. `--steps`
+are those of a block and stand for a threshold, because the random model is sure of no token. `--budget`: share of the
+dual cache's keys and values that fits the device; `--link`: 10⁶ bytes a second. It takes about an hour on one idle
+core.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,9 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "measure", "points", "tables"]
 
 OF = ()
 AGAIN = "none-again"
-FOURTH = "fast_dllm_dual-4th"  # block begins with a refresh
+FOURTH = "fast_dllm_dual-4th"  # every fourth block begins with a refresh
 SETS = {AGAIN: ("none", {}), FOURTH: ("fast_dllm_dual", {"refresh_blocks": 4}), **REFRESH_EVERY_4}
-# From the simplest on: what follows has to be better than all in front of it.
+# From the simplest on: a policy has to be better than all in front of it.
 POLICIES = [
     "none",
     AGAIN,
@@ -57,7 +58,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
     arms += [middle | last | {"link": link} for link in axes["link"][1:2]]
     for arm, context, layers, name in product(arms, axes["context"], axes["layers"], axes["policy"]):
         if name == FOURTH and arm["blocks"] == 1:
-            continue  # the first block always does
+            continue  # the first block always begins with a refresh
         base, options = SETS.get(name, (name, {}))
         moves = arm["budget"] is not None or hasattr(make_policy(base, **options), "hidden_tier")
         if (arm["link"] is None or moves) and (name != AGAIN or arm == first | {"blocks": arm["blocks"]}):
@@ -68,8 +69,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Who wins each regime, and the seconds of all over the fastest; then the context from which on each beats all in
-    front of it: in seconds, in rows, in bytes of the device."""
+    """`regimes`: the winner of each regime, and the seconds of all over the fastest. `border`: the context from which
+    on each policy beats all in front of it: in seconds, in rows, in bytes of the device."""
     call = ("context", "blocks", *SIDES)
     found, planned = contests(merged(rows, timed=TIMED), call), [*contests(points(AXES), call)]
     # In the order of the points, however often some were measured again.

@@ -1,30 +1,30 @@
-"""Which rows an update should renew: selectors at equal rows, beside an oracle and a frozen prompt.
+"""Selectors of the rows that an update renews, at equal rows, beside an oracle and a frozen prompt.
 
-Every block begins with a refresh; a step recomputes its block; and after every --interval commits (5 is Polestar's T =
-4) a step is an update, which renews --share per cent of the rows outside the block too: the prompt's, and other
-blocks'. All arms update in the same steps, and all but Polestar renew the same rows in all layers. Arms (--selector):
+Every block begins with a refresh, and a step recomputes its block. After every --interval commits (5 is Polestar's T =
+4) a step is an update. It also renews --share per cent of the rows outside the block: the prompt's, and other blocks'.
+All arms update in the same steps, and all but Polestar renew the same rows in all layers. Arms (--selector):
 
     none, frozen, all    without a cache; without updates; with updates of all rows
     random, round_robin, oldest     blind; of equally old rows `oldest` takes any
     attention, attention_pending    rows with most attention from the block, or from its pending rows
     attention_layer_N    `attention_pending` in the N-th layer alone
     drift, drift_first   rows whose attention drifted most, over all layers or in the first one: Polestar's drift with a
-                         cluster of each row; `drift_output`: the output of whose attention drifted most
+                         cluster of each row; `drift_output`: rows whose attention's output drifted most
     drift_attention      `drift` times `attention`
     oracle               rows whose uncached keys and values would change the attention of the pending rows most
     oracle_output        rows whose uncached keys and values, each row's alone, bring the logits nearest to `none`: for
-                         prompts up to 256 tokens, since it takes a pass over the block for each row
+                         prompts up to 256 tokens, because it takes a pass over the block for each row
     attended             the policy, in every step: rows with most attention from the last step's pending rows, in the
                          last layer
     polestar-C, fresh-C  the rule of `polestar` and of `polestar-fresh` with C clusters ("auto"; "rows" for a cluster of
                          each row), members as they are, and the M that has the share of the rows on average; `renewed`
-                         is the share that it took, which is more where each layer adds M
+                         is the share that it took, which is more if each layer adds M
 
-Fixed beforehand: prompts of the validation split, from --seed on, the same for all arms; up to --prompts of them for
-exact match, one token a step; the first --kl-prompts for the KL from `none`, at every step of `none`'s own canvases,
-over pending tokens. After every 25 prompts an arm's share stops if its interval is at most 14 points wide, which is
-that of 200 prompts if half of them are right; no look at other arms stops it. Tasks are named by --task; those whose
-sizes are prompt tokens are asked with each of --tokens, the others as they come.
+Fixed beforehand: prompts of the validation split, from --seed on, are the same for all arms. Up to --prompts of them
+are for exact match, one token a step. The first --kl-prompts are for the KL from `none`, at every step of `none`'s own
+canvases, over pending tokens. After every 25 prompts an arm's share stops if its interval is at most 14 points wide.
+That is the width of 200 prompts half of which are right. No look at other arms stops it. A task of --task whose size is
+in prompt tokens is asked with each of --tokens, others as they come.
 
 The last line of stdout has, over all cells (a task, its tokens and a share) that the arms have in common,
 
@@ -33,7 +33,7 @@ The last line of stdout has, over all cells (a task, its tokens and a share) tha
     random_share_of_oracle   the same of `random`
     share_of_oracle, share_of_oracle_kl    of each arm: the same; and of the KL that `oracle` takes from `frozen`
 
-each null as long as rows are missing or there is nothing to share.
+each null as long as rows are missing or `oracle` gains nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,9 +72,9 @@ QUICK: Axes = {
 }  # fmt: skip
 # Tokens of an answer and of its blocks.
 SHORT, LONG, FRESH = (32, 32), (128, 32), (64, 16)
-MOST_PASSES = 256  # tokens of a prompt up to which `oracle_output` is asked
+MOST_PASSES = 256  # most tokens of a prompt of `oracle_output`
 IN_TOKENS = "prompt tokens"
-# A task, its size, and a share: what arms are compared in. The share of an arm without one is that of every cell.
+# A task, its size, and a share, in which arms are compared. An arm without a share is in every cell.
 Cell = tuple[str, Any, Any]
 
 
@@ -130,7 +130,7 @@ def _renewed(rows: Sequence[Row]) -> str:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the last line says."""
+    """The figures of the last line."""
     seen = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
     arms = [arm for arm in dict.fromkeys(row["selector"] for row in seen) if arm not in (NONE, FROZEN)]
     of_right, of_kl = (
@@ -161,7 +161,7 @@ def frozen_loses(rows: Sequence[Row]) -> list[float] | None:
 
 
 def share_of_oracle(rows: Sequence[Row], arm: str, value: Callable[[Row], float | None]) -> float | None:
-    """What `arm` gains over `frozen`, over what `oracle` gains, each summed up over the cells that all three have."""
+    """The gain of `arm` over `frozen`, over that of `oracle`, each summed up over the cells that all three have."""
 
     def cells(name: str) -> dict[Cell, float]:
         own = [row for row in rows if row["selector"] == name]

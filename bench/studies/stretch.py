@@ -1,8 +1,8 @@
-"""Lookups at and past the positions that an embedded model knows, by how its rotation is stretched.
+"""Lookups at and past the positions that an embedded model knows, by the scaling of its rotation.
 
 The model was trained on lookups of up to 2048 tokens and on shorter ones mostly; its config allows 4096 positions. A
-scaling is KIND:FACTOR:TRAINED, of so many trained positions, or `default`. `none` answers, what is surer than 0.9 at
-once: what goes wrong is the model's. Positions are those of a call, answer included. About half an hour on one idle
+scaling is KIND:FACTOR:TRAINED, the last in positions, or `default`. `none` answers, with all tokens surer than 0.9 at
+once: errors are the model's. Positions are those of a call, answer included. It takes about half an hour on one idle
 core.
 """
 
@@ -44,7 +44,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def scaling_of(text: str) -> dict[str, Any]:
-    """As config.json has it. Raises `ValueError`."""
+    """The scaling as config.json has it. Raises `ValueError`."""
     if text == "default":
         return {"rope_type": text}
     kind, _, numbers = text.partition(":")

@@ -1,8 +1,8 @@
-"""What clusters C, renewed clusters M and update threshold T do, by codec, context, batch and budget.
+"""Effects of clusters C, renewed clusters M and update threshold T, by codec, context, batch and budget.
 
-The full grid over the axes, on tasks of the embedded model. An axis that a policy does not have is no axis of it, so
-`none` is one point whatever C, M and T; a preset keeps what it sets. `--examples` is a list of TASK:COUNT, `--option`
-one of NAME=VALUE, or of several in one with blanks between: other options, for the policies that have them.
+The full grid over the axes, on tasks of the embedded model. A policy ignores axes that it does not have, so `none` is
+one point whatever C, M and T. A preset keeps its own options. `--examples` is a list of TASK:COUNT. `--option` is a
+list of NAME=VALUE, or several of them with blanks between: other options, for the policies that have them.
 """
 
 from argparse import Namespace
@@ -42,7 +42,7 @@ AXES: Axes = {
     "model": ["embedded"],
 }
 QUICK: Axes = {"clusters": [4], "top_m": [1], "update_threshold": [0, 2], "examples": ["sort:2"], "context": [64]}
-SHOWN = "sort"  # the task that hangs on fresh prompts; the others hardly differ
+SHOWN = "sort"  # the task that depends on fresh prompts; the others hardly differ
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
@@ -81,7 +81,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     thresholds = sorted({row["update_threshold"] for row in good if "update_threshold" in row}) or [None]
 
     def place(row: Row) -> tuple[int, int, str]:
-        """What renews most of the clusters first, and "auto" first of those."""
+        """A key for sorting: most renewed clusters first, then "auto", then fewest clusters."""
         clusters = row.get("clusters", 0)
         return -row.get("top_m", 0), 0 if clusters == "auto" else clusters, row["policy"]
 

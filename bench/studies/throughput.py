@@ -1,8 +1,8 @@
 """Tokens a second, tokens a forward, ms a forward and the time to the first block, by context and batch.
 
-The embedded model answers lookups, whose prompts are as long as one likes. A random model (`--model random`), of
-LLaDA-8B's proportions, shows how speed goes with size; its answers mean nothing, and no token of them is ever
-confident, so that it commits one a step.
+The embedded model answers lookups, whose prompts may have any length. A random model (`--model random`), of LLaDA-8B's
+proportions, shows how speed depends on size. Its answers mean nothing, and it is sure of no token, so it commits one a
+step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

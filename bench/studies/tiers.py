@@ -1,6 +1,6 @@
-"""What codecs lose and cost on real hidden states, and the speed of the pieces; on the CPU.
+"""Losses and costs of codecs on real hidden states, and the speed of the pieces, on the CPU.
 
-The embedded model reads a long lookup; the input rows of its layers at a block's first step are clustered, encoded,
+The embedded model reads a long lookup. The input rows of its layers at a block's first step are clustered, encoded,
 offloaded and fetched back by cluster.
 """
 
@@ -15,7 +15,7 @@ from workloads.codecs import codecs, decode, keys_values, kmeans, offload
 
 from tiered.core.checks import unknown_name
 
-AUTO = 16  # what clusters="auto" makes of this context: about 64 rows each
+AUTO = 16  # the number of clusters="auto" in this context: about 64 rows each
 AXES: Axes = {
     "part": ["codecs", "kv", "offload", "decode", "kmeans"],
     "clusters": [4, 8, AUTO, 32, 64],
@@ -78,10 +78,10 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def what(row: Row) -> str:
-    """Of which part a row is, and of what in it."""
+    """The part of a row, and its settings."""
     return ", ".join([row["part"], *(f"{name} {row[name]}" for name in ("codec", *SETTINGS) if name in row)])
 
 
 def figures(row: Row) -> str:
-    """All that stand in it."""
+    """The figures of a row, in words."""
     return ", ".join(f"{name.replace('_', ' ')} {row[name]:.4g}" for name in FIGURES if name in row)

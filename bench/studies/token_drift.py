@@ -1,8 +1,8 @@
-"""How far cached keys and values of the prompt are from an uncached pass, by codec and by clustering.
+"""Distances of cached keys and values of the prompt from an uncached pass, by codec and by clustering.
 
-The mean cosine distance over steps and layers; beside it what calls moved between tiers, and how many clusters updates
-renewed. Part `floor`: how far coding keys (--kv) moves the attention of centroids, whose KL Polestar's drift is, beside
-how far a step does.
+They are cosine distances, the mean over steps and layers. Beside them stand bytes that calls moved between tiers, and
+clusters that updates fetched for their other members (`repairs`). Part `floor`: the move of centroids' attention by
+coding keys (--kv), beside the move by a step. Polestar's drift is the KL of such a move.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from tiered.core.checks import unknown_name
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
 TIMED = ()
-# Options by the name that they go by; the policy is what stands in front of the comma.
+# Options by name; the policy is the part of the name in front of a comma.
 SETS: dict[str, dict[str, Any]] = {
     "fast_dllm_dual": {},
     "polestar, raw": {"codec": "raw"},

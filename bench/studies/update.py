@@ -1,10 +1,10 @@
-"""What an update costs beside the rows that it recomputes, where its time goes, and what it launches.
+"""The cost of an update beside the rows that it recomputes: its time by operation, and its launches.
 
 A random model in float32. A size is PROMPT:BLOCKS:STEPS: tokens of the prompt, blocks of 32 tokens, and steps of each.
-In a round every policy has its turn, behind the same of --before, an earlier checkout of this repository, and behind
-the official code of --official, which all run in processes of their own: with --runs 3, figures are medians of three
-rounds. The row floor is the time of a full pass times the rows that a call recomputes over its positions. A layer's
-launches on CUDA are counted on the CPU: see bench/workloads/launches.py.
+In a round every policy has its turn, behind that of --before, an earlier checkout of this repository, and behind the
+official code of --official. All run in processes of their own. With --runs 3, figures are medians of three rounds. The
+row floor is the time of a full pass times the rows that a call recomputes over its positions. A layer's launches on
+CUDA are counted on the CPU: see bench/workloads/launches.py.
 
 The last line of stdout says, beside the counts,
 
@@ -76,7 +76,7 @@ LEAST = 0.02  # share of a forward
 
 
 def local(axes: Axes, *, before: str | None, **flags: str | None) -> dict[str, Any]:
-    """Where the other code is."""
+    """The paths of the other code."""
     if before is not None and not (Path(before) / "tiered" / "__init__.py").is_file():
         raise ValueError(f"--before {before}; the root of a checkout of this repository is allowed")
     return {"before": None if before is None else str(Path(before).resolve()), "official": located(**flags)}
@@ -122,8 +122,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def kinds(rows: Sequence[dict[str, Any]], part: str, figure: str, *, digits: int) -> Iterator[dict[str, Any]]:
-    """The row of each kind of forward, with "of_which": `figure` of its operations, the largest first, each behind what
-    it was before. Of less than `LEAST` nothing is told."""
+    """The row of each kind of forward, with "of_which": `figure` of its operations, the largest first, each behind its
+    earlier value. Shares below `LEAST` are left out."""
     own = [row for row in rows if row["part"] == part and "kind" in row]
     for head in (row for row in own if "op" not in row):
         of = [row for row in own if "op" in row and all(row[n] == head[n] for n in ("point", "policy", "kind"))]
@@ -134,13 +134,13 @@ def kinds(rows: Sequence[dict[str, Any]], part: str, figure: str, *, digits: int
 
 
 def last_line(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """What the last line says of the figures that have goals."""
+    """The figures that have goals, for the last line."""
     good = [row for row in rows if row["status"] == "ok"]
     sizes = list(dict.fromkeys(row["size"] for row in good if "size" in row)) or [""]
     calls = [row for row in good if row["part"] == "seconds" and "kind" not in row]
 
     def over(figure: str, *pair: tuple[str, str, int]) -> float | None:
-        """Of two calls, told by policy, size and threads: the median over rounds."""
+        """The ratio of two calls, by policy, size and threads: the median over rounds."""
         ours, theirs = (
             {row["run"]: row[figure] for row in calls if (row["policy"], row["size"], row["threads"]) == call}
             for call in pair

@@ -1,20 +1,20 @@
-"""What of streamed weights is hidden, what disk and loading cost, and what codes do to logits.
+"""Copies of streamed weights that compute hides, costs of disk and loading, and effects of codes on logits.
 
 Parts, all of them on the CPU, with a thread that computes and one that copies, and random models in float32:
 
     stream  the same call with resident layers, with all of them streamed over a slowed link, and with a loop that
             fetches a layer, computes it and fetches the next; the copy stands in the same ratio to computing as that of
-            LLaDA-8B's layers on a GPU behind PCIe 4 and 5, or takes as long. The answers are the same, or it has failed
+            LLaDA-8B's layers on a GPU behind PCIe 4 and 5, or takes as long. The answers are the same, or it fails
     disk    a forward whose layers are read from the checkpoint, or in a code from the scratch file, beside accelerate's
             `disk_offload` of a Llama with the same weights, which brings embedding and head as well; the page cache has
             all files. Without the extra `accelerate` its row says so
-    load    the peak of anonymous memory of a process that loads a model, over what is booked then and one raw tensor
+    load    the peak of anonymous memory of a process that loads a model, over the booked bytes and one raw tensor
     logits  KL of logits beside raw weights, and bytes an element, of the embedded models and a random one
 
-About ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
+It takes about ten minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
 
     streamed_over_bound     a call over the longer, forward by forward, of computing and copying alone: the largest
-    hidden_share            of the time of copies that computing could hide, how much it did: the smallest
+    hidden_share            hidden time of copies over the time that computing could hide: the smallest
     over_synchronous        a call over that of the loop, where a copy takes as long as computing: the largest
     over_disk_offload       layers from the checkpoint over accelerate's: the largest
     load_peak_over_plan     the largest
@@ -81,7 +81,7 @@ LOGITS = {
 
 
 def local(axes: Axes) -> dict[str, Any]:
-    """Where the embedded models are."""
+    """The paths of the embedded models."""
     return {"paths": paths([model for model in axes["model"] if model != RANDOM])}
 
 
@@ -100,7 +100,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             sizes = {"part": part, "width": width, "layers": layers}
             if part == "stream":
                 for policy, context, steps, link in product(*(axes[n] for n in ("policy", "context", "steps", "link"))):
-                    make_policy(policy)  # names one that there is not
+                    make_policy(policy)  # raises for an unknown name
                     if link not in LINKS:
                         raise unknown_name("link", link, LINKS)
                     yield sizes | {"policy": policy, "context": context, "steps": steps, "link": link}
@@ -128,7 +128,7 @@ def measure(settings: Mapping[str, Any], **local: Any) -> Iterator[Row]:
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """`weights`: of streaming; `weights_disk`: of files; `weights_load`: of loading; `weights_logits`: of codes."""
+    """`weights`: streaming; `weights_disk`: files; `weights_load`: loading; `weights_logits`: codes."""
     seen = merged(rows, of=OF, timed=TIMED)
 
     def of(part: str) -> list[Row]:
@@ -148,7 +148,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What the last line says of the figures that have goals, of medians over rounds."""
+    """The figures that have goals, of medians over rounds, for the last line."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
 
     def of(figure: str, **wanted: Any) -> list[float]:

@@ -1,1 +1,1 @@
-"""How the embedded model is trained: data, losses, optimizers, checkpoints and export. Generation needs none of it."""
+"""Training of the embedded models: data, losses, optimizers, checkpoints and export. Generation needs none of it."""

@@ -1,8 +1,8 @@
 """Attention of the GIDD family that keeps its gradients: the arithmetic of `tiered.kernels.block_attention`.
 
-The runtime's own works in place, a head at a time, and keeps no graph. Scores here are whole: contexts of training are
-short. One function with a backward of its own, since what autograd would keep and pass over costs more than the rest
-of a layer.
+The runtime's own attention works in place, a head at a time, and keeps no graph. Scores here are whole, because
+contexts of training are short. The backward is written by hand, because tensors that autograd would keep and pass over
+cost more than the rest of a layer.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ def trained_attention(
     sinks: tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]],
     unseen: Bool[Tensor, "batch rows length"],
 ) -> Float[Tensor, "batch rows heads_width"]:
-    """What the queries find, heads concatenated; float32.
+    """The mixed values of each query, heads concatenated, in float32.
 
     Args:
-        queries, keys, values: rotated, one key head a query head.
+        queries, keys, values: rotated, with a key head for each query head.
         soft_cap: c of the scores c · tanh(q·k / √head_dim / c).
         sinks: keys and values that every row sees beside the others.
-        unseen: True where a row may not see a key.
+        unseen: True if a row may not see a key.
     """
     batch, count = len(queries), sinks[0].shape[1]
     keys, values = (
@@ -46,7 +46,7 @@ class _Capped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, soft_cap: float, unseen: Tensor) -> Tensor:
         bounded = (queries @ keys.mT).tanh_()
-        # No peak is taken off: exp(c) is far inside float32 for caps up to 80, and the sink keeps every total above 0.
+        # No maximum is subtracted: exp(c) fits float32 by far for caps up to 80, and sinks keep every total above 0.
         powers = (bounded * soft_cap).exp_().masked_fill_(unseen, 0.0)
         total = powers.sum(-1, keepdim=True)
         mixed = (powers @ values).div_(total)
@@ -59,7 +59,7 @@ class _Capped(torch.autograd.Function):
         queries, keys, values, bounded, powers, total, mixed = ctx.saved_tensors
         gradient = gradients[0] / total
         of_values = powers.mT @ gradient
-        # Of a softmax: p · (what the key's value gives − what the row gets on average); of tanh: 1 − tanh².
+        # The gradient of a softmax: p · (gradient by the key's value − its mean over the row); of tanh: 1 − tanh².
         of_scores = (gradient @ values.mT).sub_((gradient * mixed).sum(-1, keepdim=True)).mul_(powers)
         of_scores = of_scores.addcmul_(of_scores * bounded, bounded, value=-1).mul_(ctx.soft_cap)
         return of_scores @ keys, of_scores.mT @ queries, of_values, None, None

@@ -14,7 +14,7 @@ from tiered.core.whole_file import write_then_rename
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Write both; a run that is killed meanwhile keeps the file it had."""
+    """Write both. A run that is killed meanwhile keeps its earlier file."""
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     write_then_rename(path, lambda part: save_file(contiguous, part, {"values": json.dumps(values)}))
 
@@ -44,7 +44,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse; rates stay as they are."""
+    """Load the state of `optimizer_tensors`; rates stay as they are."""
     states: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         number, _, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""What a step draws: bounds that grow with the steps or with success, and task weights that follow what lags."""
+"""Bounds of a step's draws, which grow with the steps or with success, and task weights, which follow error rates."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ from training.tasks import (
 )
 
 LIST_BOUNDS = (6, TASKS["copy"].sizes[1])  # names of the longest list, at first and in the end
-TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way: with a canvas of 128, all positions
-TABLE_GROWTH = 1.015  # a step
+TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way; a canvas of 128 fills the positions
+TABLE_GROWTH = 1.015  # factor of the longest lookup at each step
 MOST_ASKED = 8  # keys of a question within one block
-# Nats a token asked for below which lookup counts as learned, by noise: a third of what it costs to know everything but
-# the digits. Uniform noise asks for tokens that it has left alone, too.
+# Nats an asked token below which lookup counts as learned, by noise: a third of the loss of a model that knows all but
+# the digits. Uniform noise also asks for tokens that it has left alone.
 LOOKUP_LEARNED = {"mask": 0.3, "uniform": 0.17}
-# Prompt tokens of the longest of `FRESH_TASKS`, at first and in the end; nats of a token whose entry follows from what
-# is in sight, below which a task of them counts as learned and its prompts grow, by how much a batch of it.
+# Of `FRESH_TASKS`: prompt tokens of the longest, at first and in the end; nats a token, of tokens that follow from
+# visible ones, below which a task counts as learned; factor by which a batch of a learned task lengthens its prompts.
 FRESH_BOUNDS, FRESH_LEARNED, FRESH_GROWTH = (48.0, float(FRESH_SIZES[1])), 0.12, 1.03
 # Arithmetic needs many more examples than lists do, and its answers are short.
 EMPHASIS = {"add": 2.5, "chain": 0.8}
@@ -32,10 +32,10 @@ class Curriculum:
 
     Attributes:
         list_high: names of the longest list.
-        lookup_high: prompt tokens of the longest lookup; a fraction, since it grows by percents.
-        stretch: how far answers have grown beyond one block: from 0, none has, to 1, the lengths of `LONG_TASKS`.
+        lookup_high: prompt tokens of the longest lookup; a fraction, because it grows by percents.
+        stretch: growth of answers beyond one block, from 0 (none) to 1 (the lengths of `LONG_TASKS`).
         fresh_high: prompt tokens of the longest of each of `FRESH_TASKS`.
-        weights: how often each task is drawn, relative to the others of its stream.
+        weights: weight of each task in draws, relative to the others of its stream.
     """
 
     list_high: int = LIST_BOUNDS[0]
@@ -45,10 +45,10 @@ class Curriculum:
     fresh_high: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(FRESH_TASKS, FRESH_BOUNDS[0]))
 
     def advanced(self, step: int, grow: int, lookup_learned: bool) -> "Curriculum":
-        """Wider: lists reach their full length after `grow` steps, and from then on answers of several blocks theirs
-        after as many more; tables widen only while lookup is learned.
+        """The next curriculum. Lists reach their full length after `grow` steps, and answers of several blocks reach
+        theirs after as many more. Tables widen only while lookup is learned.
 
-        Tables that widen on a schedule leave the model at guessing one of the values it sees.
+        Tables that widen on a schedule leave the model at guessing one of the values that it sees.
         """
         low, high = LIST_BOUNDS
         wider = self.lookup_high * (TABLE_GROWTH if lookup_learned else 1.0)
@@ -57,7 +57,7 @@ class Curriculum:
         return replace(self, list_high=lists, lookup_high=min(TABLE_BOUNDS[1], wider), stretch=stretch)
 
     def long_size(self, task: str) -> int:
-        """The longest size that a task of `LONG_STREAM` has by now, from that of its short one on."""
+        """The longest size of a task of `LONG_STREAM` now; it grows from the longest of its short task."""
         short, long = TASKS[task.removeprefix("long_")].sizes[1], LONG_TASKS[task].sizes[1]
         return round(short + self.stretch * (long - short))
 
@@ -67,12 +67,12 @@ class Curriculum:
         return round(MOST_ASKED + self.stretch * (LONG_ASKED[1] - MOST_ASKED))
 
     def with_fresh(self, task: str, loss: float) -> "Curriculum":
-        """Longer prompts of one of `FRESH_TASKS`, if `loss` says that it is learned."""
+        """Longer prompts of one of `FRESH_TASKS`, if its `loss` is below `FRESH_LEARNED`."""
         high = self.fresh_high[task] * (FRESH_GROWTH if loss < FRESH_LEARNED else 1.0)
         return replace(self, fresh_high={**self.fresh_high, task: min(FRESH_BOUNDS[1], high)})
 
     def following(self, scores: Mapping[str, float]) -> "Curriculum":
-        """Each task of `scores` (exact match) weighs 0.2 + its error rate, smoothed: none is ever forgotten."""
+        """Each task of `scores` (exact match) weighs 0.2 + its error rate, times `EMPHASIS` and smoothed."""
         lag = {name: EMPHASIS.get(name, 1.0) * (0.2 + 1.0 - value) for name, value in scores.items()}
         weights = {name: 0.5 * self.weights.get(name, 1.0) + 0.5 * lag[name] for name in lag}
         return replace(self, weights={**self.weights, **weights})

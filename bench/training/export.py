@@ -15,7 +15,7 @@ from training.tokenizer import save_tokenizer
 def export(model: DiffusionModel, config: Mapping[str, Any], directory: Path, report: Mapping[str, Any]) -> None:
     """Write weights, config.json, the tokenizer's files, and `report` as training.json.
 
-    Only where the caller says: the package's own assets belong to the model that docs/embedded-model.md describes.
+    The caller names the folder: the package's own assets belong to the model that docs/embedded-model.md describes.
     """
     save_tokenizer(directory, model_max_length=model.shape.max_context)
     weights = {

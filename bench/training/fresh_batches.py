@@ -16,12 +16,13 @@ from training.noise import TAIL_WEIGHT, Noised
 from training.tasks import FRESH_PRINTED, FRESH_TASKS, KEY_TOKENS, draw
 
 BLOCK, MOST_BLOCKS = 32, 4  # tokens of a block, and blocks of a canvas
-SMALLEST, SPREAD = 24, 5  # tokens of a prompt, and how many times as long the longest one of its time is
-SHARE = 0.5  # of a prompt's tokens, which its answer has at most
+SMALLEST, SPREAD = 24, 5  # least tokens of a prompt, and the longest prompt over the shortest at one step
+SHARE = 0.5  # most tokens of an answer, as a share of its prompt's
 REACH = 4096  # positions that prompts with gaps spread over
-# Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.
+# First token of a prompt's entries, and tokens of one; the last of them are its key, which answers print.
 ENTRIES = {"sort_marked": (6, 2), "sort_numbers": (5, 3)}
-# How batches are noised: all behind a border is hidden; a block is hidden in part, and all behind it; keys by chance.
+# Shares of rows that hide all behind a border, or part of a block and all behind it; others hide keys by chance.
+# `ENDS`: range of borders over that of answers.
 BEHIND, IN_BLOCKS, ENDS = 0.3, 0.5, 1.2
 
 
@@ -30,8 +31,8 @@ class Keys:
     """The keys of a batch of one of `FRESH_TASKS`.
 
     Attributes:
-        start: column in which each key of the prompts begins.
-        same: whether an entry of the prompt is the one that a key of the answer prints.
+        start: first column of each key of the prompts.
+        same: True if a key of the answer prints an entry of the prompt.
     """
 
     start: Int[Tensor, " entries"]
@@ -45,8 +46,8 @@ def fresh_task(seed: int, step: int, curriculum: Curriculum) -> str:
 
 
 def fresh_batch(task: str, seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
-    """About `tokens` tokens of a task; prompt lengths are log-uniform up to the curriculum's bound, and positions of
-    some of them spread."""
+    """About `tokens` tokens of a task. Prompt lengths are log-uniform up to the curriculum's bound; some batches have
+    spread positions."""
     rng = random.Random(f"{task}/{seed}/{step}")
     high = curriculum.fresh_high[task]
     size = round(math.exp(rng.uniform(math.log(max(SMALLEST, high / SPREAD)), math.log(high))))
@@ -62,7 +63,7 @@ def fresh_batch(task: str, seed: int, step: int, curriculum: Curriculum, tokens:
 
 
 def keys_of(task: str, batch: Batch) -> Keys:
-    """The keys of a batch of `task`, whose prompts have one length and whose answers print equally many."""
+    """The keys of a batch of `task`. Its prompts have one length, and its answers print equally many keys."""
     (first, tokens), prompt, answer = ENTRIES[task], int(batch.prompt[0]), int(batch.answer[0])
     entries = batch.ids[:, first : prompt - 1].unflatten(1, (-1, tokens))
     printed = batch.ids[:, prompt : prompt + answer].unflatten(1, (-1, KEY_TOKENS))
@@ -73,17 +74,17 @@ def keys_of(task: str, batch: Batch) -> Keys:
 
 
 def seen_keys(hidden: Bool[Tensor, "batch length"], batch: Batch) -> Bool[Tensor, "batch printed"]:
-    """The keys of the answers that are in sight."""
+    """True for keys of the answers that are visible."""
     prompt, answer = int(batch.prompt[0]), int(batch.answer[0])
     return ~hidden[:, prompt : prompt + answer].unflatten(1, (-1, KEY_TOKENS)).any(-1)
 
 
 def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, Float[Tensor, "batch length"]]:
-    """Masks as decoding from the left meets them, mostly: what is printed is in sight up to a border.
+    """Masks, mostly as decoding from the left meets them: printed keys are visible up to a border.
 
     Returns:
-        The batch with weights of the keys that stand right behind one in sight, or begin the answer; and the weights
-        of all other hidden tokens, whose places are guesses.
+        The batch, with weights of keys that stand right behind a visible one or begin the answer. And the weights of
+        all other hidden tokens, which are guesses.
     """
     (rows, length), answer = batch.ids.shape, batch.answer[:, None]
     place = batch.places()
@@ -92,13 +93,13 @@ def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, F
         return torch.rand(*size, generator=generator)
 
     kind, ratio, coin = uniform(rows, 1), 1 - uniform(rows, 1), uniform(rows, length)
-    # An end is asked for in one row of six: it is one token of many, and has to be sure that no key is left.
+    # One row of six asks for the end: it is one token of many, and has to be sure that no key is left.
     border = (uniform(rows, 1) * (answer + 1) * ENDS).long().clamp(max=answer)
     block = border // BLOCK * BLOCK
     in_blocks = (place >= block) & ((coin < ratio) | (place >= block + BLOCK))
     by_key = (coin < ratio).gather(1, (place.clamp(min=0) // KEY_TOKENS * KEY_TOKENS).clamp(max=length - 1))
     hidden = torch.where(kind < BEHIND, place >= border, torch.where(kind < BEHIND + IN_BLOCKS, in_blocks, by_key))
-    # Of the fill, ends are shown from anywhere on, mostly soon: where they begin does not say where the answer ends.
+    # Half of the rows show the fill from a random place on, mostly an early one, which does not show the answer's end.
     spare = length - batch.prompt[:, None] - answer
     shown, start = uniform(rows, 1) < 0.5, answer + (uniform(rows, 1) ** 2 * (spare + 1)).long()
     blocks = (kind >= BEHIND) & (kind < BEHIND + IN_BLOCKS) & (place >= block + BLOCK)
@@ -117,6 +118,6 @@ def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, F
         clean=batch.prompt,
         weight=weight * near,
     )
-    # An end where other answers of the task go on weighs as much as what they say there, or the model would go on.
+    # Where other answers of the task go on, an end weighs as much as their tokens, or the model would go on.
     tail = place > max(int(answer.max()), KEY_TOKENS * FRESH_PRINTED[1])
     return noised, weight * ~near * torch.where(tail, TAIL_WEIGHT, 1.0)

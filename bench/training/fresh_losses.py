@@ -1,6 +1,6 @@
-"""Auxiliary losses of `FRESH_TASKS`: the prompt's rows know what is printed, and the next key is looked at there.
+"""Auxiliary losses of `FRESH_TASKS`: the prompt's rows learn which keys are printed, and attention finds the next one.
 
-Without them a small model has to find by chance that a key's row can tell whether the answer has the key.
+Without them a small model finds by chance alone that a key's row can know whether the answer has the key.
 """
 
 import torch
@@ -16,8 +16,8 @@ from training.tasks import KEY_TOKENS
 
 
 def fresh_losses(task: str, batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
-    """`spent`: what the probe reads in the row of a key's last token, which is whether the answer shows the key.
-    `point`: cross entropy of attention of the key that is printed next, which shall look at it in the prompt."""
+    """`spent`: loss of the probe, which reads in the row of a key's last token whether the answer shows the key.
+    `point`: cross entropy of attention from the key that is printed next to the same key in the prompt."""
     keys, prompt, answer = keys_of(task, batch), int(batch.prompt[0]), int(batch.answer[0])
     seen = seen_keys(noised.hidden, batch)
     spent = (keys.same & seen[:, :, None]).any(1)

@@ -1,8 +1,8 @@
-"""The forward of families whose rows see blocks, as it learns: all blocks of an answer in one pass.
+"""The forward in training of families whose rows see blocks: all blocks of an answer in one pass.
 
 A block that is denoised sees the finished text in front of it, and itself under noise. So the text goes through the
-layers as it is, and behind it a noised copy of the columns of all answers, whose rows see the text of the blocks before
-theirs and the copy of their own (as in arXiv 2503.09573).
+layers as it is, and behind it a noised copy of the columns of all answers. A row of the copy sees the text of earlier
+blocks, and the copy of its own block (as in arXiv 2503.09573).
 """
 
 import torch
@@ -24,8 +24,8 @@ def forward_in_blocks(
     first: int,
     tap_layer: int,
 ) -> tuple[Float[Tensor, "batch rows width"], Tap]:
-    """Rows of the noised columns from `first` on behind the last layer, to be given to `model.logits`; and the tap of
-    layer `tap_layer`, in which the columns of the copy are the noised ones."""
+    """Rows of the noised columns from `first` on behind the last layer, for `model.logits`, and the tap of layer
+    `tap_layer`. The tap has the copy in place of the text in its columns."""
     block, length, last = model.shape.block_length, text.shape[1], model.shape.layers - 1
     assert block is not None and tap_layer < last, "blocks have a length, and the last layer no queries of the text"
     start = first // block * block
@@ -51,7 +51,7 @@ def forward_in_blocks(
 
 
 def _sees(columns: Int[Tensor, " rows"], length: int, block: int) -> Bool[Tensor, "rows rows"]:
-    """Which rows each sees: the first `length` are the text, the others its noised copy."""
+    """True if a row sees another one. The first `length` rows are the text, the others its noised copy."""
     blocks, copied = columns // block, torch.arange(len(columns)) >= length
     own, before = blocks[:, None] == blocks, blocks[:, None] > blocks
     return (before & ~copied) | (own & (copied[:, None] == copied))

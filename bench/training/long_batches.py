@@ -10,7 +10,7 @@ BLOCK = 32
 
 
 def long_batch(seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
-    """The long answers of one step, about `tokens` tokens; half of the batches are near the longest there are."""
+    """The long answers of one step, about `tokens` tokens; half of the batches are near the longest size."""
     rng = random.Random(f"long/{seed}/{step}")
     name = rng.choices(LONG_STREAM, [curriculum.weights[name] for name in LONG_STREAM])[0]
     low, high = TASKS[name.removeprefix("long_")].sizes[1], curriculum.long_size(name)

@@ -20,8 +20,8 @@ REACH = 4096
 
 
 def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int, reach: int = REACH) -> Batch:
-    """The lookups of one step, about `tokens` tokens; table sizes are log-uniform up to the curriculum's bound, and
-    positions of some of them spread over `reach`."""
+    """The lookups of one step, about `tokens` tokens. Table sizes are log-uniform up to the curriculum's bound; some
+    batches have positions spread over `reach`."""
     rng = random.Random(f"lookup/{seed}/{step}")
     size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.lookup_high))))
     most = min(curriculum.asked_high, (size - LOOKUP_FRAME_TOKENS) // (PAIR_TOKENS + KEY_TOKENS))

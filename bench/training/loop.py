@@ -82,10 +82,10 @@ def validate(
 ) -> dict[str, float]:
     """Exact match by task: validation examples `first` to `first + examples - 1`, lookups of `lookup` prompt tokens.
 
-    One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody: under masks it
-    fixes the surest, under uniform noise it rewrites the one that the model would most like to change. Long answers, of
-    several blocks, come from a prefix cache, all tokens that are sure at once. A model that sees blocks has an exact
-    cache, and blocks of its own.
+    The runtime decodes one token a forward without a cache, with a canvas and a block of 32. Under masks it fixes the
+    surest token; under uniform noise it rewrites the token that the model would most like to change. Long answers, of
+    several blocks, come from a prefix cache, with all sure tokens at once. A model that sees blocks has an exact cache,
+    and blocks of its own.
     """
     in_blocks = model.shape.block_causal
     runtime = Runtime(model, policy=BlockCausal() if in_blocks else make_policy("none"), tokenizer=tokenizer)
@@ -113,8 +113,8 @@ def validate_fresh(
     first: int,
     sizes: Mapping[str, float],
 ) -> dict[str, float]:
-    """Exact match of `FRESH_TASKS`, as `validate`: prompts of `sizes` tokens, `LONGEST_VALIDATED_FRESH` at most, with
-    the longest answers that such prompts have; no cache, one token a forward."""
+    """Exact match of `FRESH_TASKS`, as `validate`, without a cache and one token a forward. Prompts have `sizes`
+    tokens, at most `LONGEST_VALIDATED_FRESH`, and the longest answers of such prompts."""
     runtime, scores = Runtime(model, policy=make_policy("none"), tokenizer=tokenizer), {}
     for name, high in sizes.items():
         size = min(int(high), LONGEST_VALIDATED_FRESH)

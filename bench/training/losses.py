@@ -1,7 +1,7 @@
 """The losses: cross entropy of the tokens asked for, and auxiliary ones without which lookup and chain stay at chance.
 
-The auxiliary losses show two attention heads where a wanted digit stands, and ask rows, through linear probes, for
-what their digit follows from. They add nothing to the model: the probes are dropped at export.
+The auxiliary losses show two attention heads the place of a wanted digit. Linear probes ask rows for the tokens that
+their digit follows from. They add nothing to the model: the probes are dropped at export.
 """
 
 import torch
@@ -16,11 +16,11 @@ from training.model import Tap
 from training.noise import Noised
 from training.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS
 
-# The layer whose rows, queries and keys the auxiliary losses read, and the heads that are shown where to look; left
-# alone, heads stayed at the mean of all values.
+# The layer whose rows, queries and keys the auxiliary losses read, and the heads that learn where to look; left alone,
+# heads stayed at the mean of all values.
 POINTER_LAYER, POINTER_HEADS = 3, (1, 3)
 AUXILIARY_WEIGHT = 0.3
-# What a probe is asked for: both letters of a key; sign, operand, and two digits of the total before.
+# Numbers of tokens that a probe reads: both letters of a key; sign, operand, and two digits of the total before.
 LOOKUP_FACTS, CHAIN_FACTS = 2, 4
 
 
@@ -38,11 +38,11 @@ def token_loss(
 
 
 def pointer_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
-    """Of a batch of lookups, all with one prompt and one answer length.
+    """Losses of a batch of lookups, all with one prompt length and one answer length.
 
-    `look`: cross entropy of attention, where a digit that is asked for shall look at its own digit in the table.
-    `know`: what the probe reads in the row of a digit, which is the key before it; rows can be compared by key only
-    once they know it.
+    `look`: cross entropy of attention from an asked digit to its own digit in the table.
+    `know`: loss of the probe, which reads the key in front of a digit from the digit's row. Rows can be compared by key
+    only once they know it.
     """
     prompt, answer, rows = int(batch.prompt[0]), int(batch.answer[0]), len(batch.ids)
     keys = answer // PAIR_TOKENS
@@ -69,8 +69,8 @@ def pointer_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> 
 
 
 def operand_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
-    """Of a batch of short tasks. `operands`: what the probe reads in the rows of a chain's total, which is what it
-    follows from, as far as that is in sight: sign, operand, and the total before."""
+    """Losses of a batch of short tasks. `operands`: loss of the probe, which reads sign, operand, and the total before
+    from the rows of a chain's total. A total counts if the one before is visible."""
     ids, place = batch.ids, batch.places()
     chain = ids[:, 1:2] == CHAIN_ID
     row, at = (chain & (place >= 3) & F.pad(ids == EQUALS_ID, (1, -1))).nonzero(as_tuple=True)  # tens of totals
@@ -85,5 +85,5 @@ def operand_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> 
 
 
 def mean_cross_entropy(logits: Float[Tensor, "rows classes"], target: Int[Tensor, " rows"]) -> Float[Tensor, ""]:
-    """The mean over rows, 0 where a batch has none."""
+    """The mean over rows; 0 for no rows."""
     return F.cross_entropy(logits, target, reduction="sum") / max(len(target), 1)

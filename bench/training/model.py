@@ -1,7 +1,7 @@
 """The embedded models as they learn: fresh weights, and a forward that keeps its gradients.
 
-The layers are the families' own pieces, so what is trained is what the runtime runs. The runtime's forward itself
-updates hidden states in place and keeps no graph.
+The layers are the families' own pieces, as in the runtime. The runtime's forward itself updates hidden states in place
+and keeps no graph.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from training.attention import trained_attention
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """What the auxiliary losses read in one layer: its input rows, and its rotated queries and keys."""
+    """Tensors of one layer for the auxiliary losses: its input rows, and its rotated queries and keys."""
 
     hidden: Float[Tensor, "batch length width"]
     queries: Float[Tensor, "batch heads length head_dim"]
@@ -47,7 +47,7 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
         nn.init.normal_(model.wte.weight, std=0.5)
         nn.init.normal_(model.ff_out.weight, std=0.02)
         for linear in [linear for block in model.blocks for linear in (block.attn_out, block.ff_out)]:
-            # A residual branch that begins at zero leaves the embedding untouched until it has something to say.
+            # A residual branch that begins at zero leaves the embedding untouched until it has learned something.
             nn.init.zeros_(linear.weight)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
@@ -56,8 +56,8 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
 
 @torch.no_grad()
 def adopt(model: DiffusionModel, source: DiffusionModel, ids: Int[Tensor, "batch length"]) -> None:
-    """Give `model` the weights of `source`, whose matrices may be smaller: the rest of one stays as it is. Norms of
-    queries and keys that `source` lacks scale them as they are there, over heads and the tokens `ids`."""
+    """Give `model` the weights of `source`; a smaller matrix fills a corner. Norms of queries and keys that `source`
+    lacks get the root mean square of its queries and keys, over heads and the tokens `ids`."""
     known = dict(source.named_parameters())
     for name, own in model.named_parameters():
         if name in known:
@@ -84,10 +84,10 @@ def forward(
     first: int,
     tap_layer: int,
 ) -> tuple[Float[Tensor, "batch rows width"], Tap]:
-    """Rows from `first` on behind the last layer, to be given to `model.logits`, and the tap of layer `tap_layer`.
+    """Rows from `first` on behind the last layer, for `model.logits`, and the tap of layer `tap_layer`.
 
     Args:
-        clean: columns of each row in front of which tokens are final. With a noise mask they see each other alone.
+        clean: number of final tokens at the beginning of each row. In GIDD models they see each other alone.
     """
     rotary, length, last = model.rotary(positions), ids.shape[1], model.shape.layers - 1
     assert tap_layer < last, "the last layer has no queries before `first`"

@@ -1,4 +1,4 @@
-"""What noise makes of a batch's answers before the model sees them: masks, or other tokens by chance."""
+"""Noise in a batch's answers: masks, or other tokens by chance."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ SUM_TOKENS = 4
 MASKED_BLOCK = 32
 # Loss weight of an end-of-text token behind the first one: they are trivial and many.
 TAIL_WEIGHT = 0.03
-# Uniform noise. Rows as decoding block by block meets them: how many, where blocks may begin, and how long they are.
+# Uniform noise: share of rows as decoding block by block meets them, tokens between starts of blocks, block lengths.
 BLOCK_SHARE, BLOCK_START, BLOCK_LENGTHS = 0.5, 8, (8, 32)
-WHOLE_SHARE = 0.25  # of the blocks of a model that sees blocks
-# Rows of noise alone, beside the few that a high level makes so: every block begins there.
+WHOLE_SHARE = 0.25  # share of blocks that are hidden whole, for a model that sees blocks
+# Share of rows of noise alone, as every block begins, beside the few that a high level makes so.
 PURE_SHARE = 0.15
 
 
@@ -30,9 +30,8 @@ class Noised:
     Attributes:
         ids: the text, with noise.
         hidden: tokens that noise has taken.
-        asked: tokens that the model is asked for: the hidden ones where masks show which these are, else all behind
-            `clean`.
-        clean: columns of each row in front of which tokens are final; the prompt's, at least.
+        asked: tokens that the model is asked for: hidden ones if masks show them, else all behind `clean`.
+        clean: number of final tokens at the beginning of each row; the prompt's, at least.
         weight: loss weight of every token, above 0 at `asked` alone.
     """
 
@@ -61,8 +60,8 @@ def mask(batch: Batch, generator: torch.Generator) -> Noised:
 
 
 def mask_in_blocks(batch: Batch, generator: torch.Generator, *, block_length: int) -> Noised:
-    """Masks for a model that sees blocks: half of the rows as `mask` has them, in the others each block has a level of
-    its own, and a quarter of the blocks, which all begin so, is hidden whole."""
+    """Masks for a model that sees blocks. Half of the rows are as in `mask`. In the others each block has a level of
+    its own, and a quarter of the blocks is hidden whole, as every block begins."""
     (rows, length), count = batch.ids.shape, -(-batch.ids.shape[1] // block_length)
     level = 1 - torch.rand(rows, count, generator=generator)
     level.masked_fill_(torch.rand(rows, count, generator=generator) < WHOLE_SHARE, 1.0)
@@ -74,10 +73,10 @@ def mask_in_blocks(batch: Batch, generator: torch.Generator, *, block_length: in
 
 
 def exchange(batch: Batch, generator: torch.Generator, *, vocab_size: int) -> Noised:
-    """Uniform noise, as GIDD has it (arXiv 2503.04482): hidden tokens become any token but the mask, all alike.
+    """Uniform noise, as in GIDD (arXiv 2503.04482): hidden tokens become any token but the mask, with one probability.
 
-    Nothing shows which ones those are, so the model is asked for all. Half of the rows are as decoding in blocks meets
-    them: in front of a border the answer is final, behind it a block is partly hidden, behind that all is noise.
+    Nothing shows which tokens are hidden, so the model is asked for all. Half of the rows are as decoding in blocks
+    meets them. The answer is final in front of a border, partly hidden in the block behind it, and noise behind that.
     """
     rows, length = batch.ids.shape
     hidden = _chosen(batch, generator)
@@ -92,7 +91,7 @@ def exchange(batch: Batch, generator: torch.Generator, *, vocab_size: int) -> No
     block = torch.where(uniform() < 0.5, *BLOCK_LENGTHS)
     asked = place >= border
     hidden = (hidden | pure | (in_blocks & (place >= border + block))) & asked
-    # One less than there are, and those from the mask on one up: never the mask.
+    # Draws leave the mask out: tokens from the mask on are one up.
     tokens = torch.randint(vocab_size - 1, (rows, length), generator=generator)
     ids = torch.where(hidden, tokens + (tokens >= MASK_ID), batch.ids)
     clean = batch.prompt + border[:, 0]
@@ -100,17 +99,17 @@ def exchange(batch: Batch, generator: torch.Generator, *, vocab_size: int) -> No
 
 
 def _weight(batch: Batch, asked: Bool[Tensor, "batch length"]) -> Float[Tensor, "batch length"]:
-    """Short answers weigh more a token than long ones, or sums would be lost among lists."""
+    """Loss weights. Short answers weigh more a token than long ones, or sums would be lost among lists."""
     answer = batch.answer[:, None]
     return torch.where(batch.places() > answer, TAIL_WEIGHT, 1.0) * asked / (answer + 1) ** 0.5
 
 
 def _chosen(batch: Batch, generator: torch.Generator) -> Bool[Tensor, "batch length"]:
-    """The tokens that noise takes: never the prompt's, and of a row's answer each with probability t ~ U(0, 1].
+    """The tokens that noise takes: none of the prompt, and each of a row's answer with probability t ~ U(0, 1].
 
-    A quarter of the rows hides a suffix of the answer, as decoding from the left meets it, and a quarter all behind a
-    block that is partly hidden, as decoding block by block does; sums and values have rules of their own, below. The
-    fill behind the answer's end is hidden whole, shown whole, or treated as the answer is.
+    A quarter of the rows hides a suffix of the answer, as decoding from the left meets it. Another quarter hides part
+    of a block and all behind it, as decoding block by block meets it. Sums and values have rules of their own, below.
+    The fill behind the answer's end is hidden whole, shown whole, or treated as the answer.
     """
     rows, length = batch.ids.shape
 
@@ -138,10 +137,10 @@ def _chosen(batch: Batch, generator: torch.Generator) -> Bool[Tensor, "batch len
 
 
 def _hidden_values(batch: Batch, coin: Tensor) -> tuple[Tensor, Tensor]:
-    """Where `coin` hides values, both digits of one together, and which rows have any ("key=12", "+3=45").
+    """Values that `coin` hides, both digits of one together, and rows that have any ("key=12", "+3=45").
 
-    With keys and operations in sight, a hidden value often stands beside what it follows from. Independent masks show
-    one digit or hide the key too, and teach far less.
+    With keys and operations visible, a hidden value often stands beside tokens that it follows from. Independent masks
+    show one digit or hide the key too, and teach far less.
     """
     inside = batch.places() >= 0
     equals = F.pad(batch.ids == EQUALS_ID, (2, 0))

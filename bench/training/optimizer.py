@@ -15,9 +15,9 @@ WARMUP_STEPS, DECAY_SHARE = 60, 0.2
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised by five Newton–Schulz steps (Jordan, kellerjordan.github.io/posts/muon).
 
-    The arithmetic of `torch.optim.Muon`, which a test compares it with, in float32 and with all matrices of one shape
-    as one batched product. torch's own rounds to bfloat16, which CPUs without such instructions emulate: 16 times
-    slower there, and ten times as long as the rest of a training step.
+    The arithmetic is that of `torch.optim.Muon`, in float32, with all matrices of one shape as one batched product. A
+    test compares the two. torch's own rounds to bfloat16, which some CPUs emulate. It is 16 times slower there, and
+    takes ten times as long as the rest of a training step.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.03) -> None:
@@ -46,12 +46,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def is_wide(matrix: Tensor) -> bool:
-    """Whether it has no more rows than columns."""
+    """True if `matrix` has no more rows than columns."""
     return matrix.shape[0] <= matrix.shape[1]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """[count, rows, columns], rows ≤ columns: singular values near 1 in place of their own."""
+    """`matrices` [count, rows, columns], rows ≤ columns, with singular values near 1 in place of their own."""
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(5):
         gram = x @ x.mT
@@ -73,7 +73,7 @@ def optimizers(model: DiffusionModel, probes: nn.Module) -> dict[str, torch.opti
 
 
 def set_rate(optimizers: dict[str, torch.optim.Optimizer], step: int, steps: int, plateau: float = 1.0) -> float:
-    """Warm-up, plateau, linear decay over the last share of the run; the share of the full rates that `step` has."""
+    """Set the rates of `step`: warm-up, plateau, linear decay at the end. Returns their share of the full rates."""
     share = plateau * max(0.0, min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps)))
     for name, rate in (("muon", MUON_RATE), ("adam", ADAM_RATE)):
         for group in optimizers[name].param_groups:

@@ -1,19 +1,19 @@
-"""Books: what a training run is, and where it stands."""
+"""The settings of a training run, and its state."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run is.
+    """The settings of a run.
 
     Attributes:
-        steps: its length; the rate falls to 0 over the last fifth.
+        steps: number of steps; the rate falls to 0 over the last fifth.
         grow: steps until lists have their full length.
-        seed: of weights and data.
+        seed: seed of weights and data.
         short_tokens, lookup_tokens: tokens of a step's two batches.
-        fresh_tokens: tokens of a step's batch of `FRESH_TASKS`, beside which lists, long answers and lookups take
-            turns; 0 for none.
+        fresh_tokens: tokens of a step's batch of `FRESH_TASKS`; lists, long answers and lookups then take turns. 0 for
+            none.
         rate: per cent of the full learning rates.
         bfloat16: 1 to compute the layers in bfloat16, weights and optimizers in float32.
         workers: batches that are computed at once, each by a thread.
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Standing:
-    """Where a run stands, in plain types: steps and tokens done, seconds spent, smoothed losses, last validation."""
+    """The state of a run, in plain types: steps and tokens done, seconds spent, smoothed losses, last validation."""
 
     step: int = 0
     tokens: int = 0

@@ -11,16 +11,16 @@ from training.tasks import draw
 POOL_EXAMPLES = 640
 # Sizes go below the bounds of a task too: one operation and two names teach what six and sixteen repeat.
 CHAIN_SIZES, SUM_SIZES, SHORTEST_LIST = (1, 6), (4, 4), 2
-# Canvas tokens, and how often each: 0 is as tight as the answers, to spend no compute on the fill; some canvases are
-# as long as those at inference.
+# Canvas tokens, and the share of each: 0 is as tight as the answers, to spend no compute on the fill; the others are as
+# long as at inference.
 CANVASES, CANVAS_SHARES = (0, 32, 64), (0.77, 0.2, 0.03)
 
 
 class ShortBatches:
     """Batches of about `tokens` tokens without end, cut from pools that are drawn one after the other.
 
-    A pool follows from the seed, its number and the curriculum that it was drawn with, so these say where the stream
-    stands: a run that goes on sees exactly what it would have seen.
+    A pool follows from the seed, its number and the curriculum that it was drawn with. They are the state of the
+    stream: a run that goes on sees the same batches.
     """
 
     def __init__(self, seed: int, tokens: int) -> None:
@@ -29,13 +29,13 @@ class ShortBatches:
         self._left: list[Batch] = []
 
     def next(self, curriculum: Curriculum) -> Batch:
-        """The next batch; `curriculum` counts where a new pool begins."""
+        """The next batch; `curriculum` counts if a new pool begins."""
         if not self._left:
             self._draw(self._number + 1, curriculum)
         return self._left.pop()
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, in plain types."""
+        """The state of the stream, in plain types."""
         return {"pool": self._number, "left": len(self._left), "curriculum": asdict(self._curriculum)}
 
     def restore(self, state: dict[str, Any]) -> None:

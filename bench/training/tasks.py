@@ -1,9 +1,8 @@
 """The tasks of the embedded model: prompts, answers and exact-match scoring, from one seeded generator.
 
-The splits are disjoint by construction: a prompt belongs to the split that a hash of its text names, and the generator
-draws until it meets a prompt of the split it was asked for. No held-out prompt can therefore occur in training,
-whatever the seeds. Validation prompts steer a training run, test prompts measure what came of it. Pure Python: nothing
-here needs a model.
+The splits are disjoint by construction: a hash of a prompt's text names its split. The generator draws until it meets a
+prompt of the split. No held-out prompt can therefore occur in training, whatever the seeds. Validation prompts steer a
+training run; test prompts measure its result. Pure Python: nothing here needs a model.
 """
 
 import hashlib
@@ -21,10 +20,10 @@ _NAMES = (
 NAMES: tuple[str, ...] = tuple(_NAMES.split())
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KEYS: tuple[str, ...] = tuple(a + b for a in LETTERS for b in LETTERS)
-# Of tables with more pairs than KEYS has keys: behind a letter, a digit.
+# More keys, for tables with more pairs than `KEYS`: a letter and a digit.
 MORE_KEYS: tuple[str, ...] = tuple(a + b for a in LETTERS for b in "0123456789")
 
-# Of this many prompts one belongs to the test split, and one to the validation split.
+# One of this many prompts belongs to the test split, and one to the validation split.
 HELD_OUT_SHARE = 32
 # Tokens of a lookup prompt besides its pairs and asked keys: user mark, "lookup", "?", assistant mark.
 LOOKUP_FRAME_TOKENS = 4
@@ -166,8 +165,8 @@ def _long_lookup(rng: random.Random, size: int) -> tuple[str, str]:
 
 
 def _fresh(rng: random.Random, task: str, size: int, printed: int, *, frame: int, tokens: int) -> tuple[list[str], int]:
-    """The names that an answer of one of `FRESH_TASKS` prints, as many as chance says if `printed` is 0; and other
-    entries of its prompt: `size` tokens hold entries of `tokens` tokens beside `frame` tokens of its own."""
+    """The names that an answer of one of `FRESH_TASKS` prints, and the number of other entries in its prompt. `printed`
+    0 draws their number. A prompt of `size` tokens has `frame` tokens beside its entries of `tokens` tokens."""
     count = (size - frame) // tokens
     printed = printed or rng.randint(FRESH_PRINTED[0], min(count, FRESH_PRINTED[1]))
     if count < printed:
@@ -214,11 +213,11 @@ LONG_TASKS: dict[str, Task] = {
         Task(name="long_lookup", make=_long_lookup, sizes=(256, 2048), unit="prompt tokens"),
     )
 }
-"""Tasks whose answers have 64 to 128 tokens, several blocks of 32: what is committed in one is read in the next."""
+"""Tasks whose answers have 64 to 128 tokens, several blocks of 32: a block reads the tokens of the ones before."""
 FRESH_SIZES = (256, 2048)
 FRESH_TASKS: dict[str, Task] = {
     name: Task(name=name, make=make, sizes=FRESH_SIZES, unit="prompt tokens")
     for name, make in (("sort_marked", _sort_marked), ("sort_numbers", _sort_numbers))
 }
-"""Tasks whose next token follows from the prompt and all of the answer so far: entries that are printed are out."""
+"""Tasks whose next token follows from the prompt and all of the answer so far: each entry is printed once."""
 ALL_TASKS: dict[str, Task] = TASKS | LONG_TASKS | FRESH_TASKS

@@ -1,7 +1,7 @@
 """The word-level tokenizer of the embedded model: built here, stored as tokenizer.json, read by `AutoTokenizer`.
 
-A token carries the space in front of it (" Ada", the first letter of a key " Q"), so that decoding is plain
-concatenation, less the first space, and gives the text back. Digits, key letters and punctuation are single tokens.
+A token carries the space in front of it (" Ada", the first letter of a key " Q"). Tokens put together, without the
+first space, are the text again. Digits, key letters and punctuation are single tokens.
 """
 
 import json

@@ -1,7 +1,7 @@
 """One training run: its state, one step of it, and its checkpoints.
 
-Everything that a step draws follows from the seed and the step, and scores and checkpoints come at fixed steps: a run
-that was killed goes on from its checkpoint to the same weights, bit for bit (on one machine, with as many threads).
+All draws of a step follow from the seed and the step; scores and checkpoints come at fixed steps. A killed run goes on
+from its checkpoint to the same weights, bit for bit, on one machine with as many threads.
 """
 
 import copy
@@ -50,12 +50,12 @@ from training.short_batches import ShortBatches
 from training.tasks import FRESH_TASKS, TASKS
 
 AVERAGE_DECAY = 0.996
-LOSS_DECAY = 0.95  # of the smoothed losses that are shown, and that widen the tables
+LOSS_DECAY = 0.95  # of the smoothed losses, which are logged, and which widen the tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one of a step's batches gave: its losses by name, its gradients, and its tokens."""
+    """The results of one of a step's batches: its losses by name, its gradients, and the number of its tokens."""
 
     losses: dict[str, float]
     gradients: tuple[Tensor | None, ...]
@@ -66,8 +66,8 @@ class Trainer:
     """The state of a run.
 
     Attributes:
-        model, average: what learns, and the moving average of its weights, which is scored and exported.
-        curriculum, standing: what is drawn next, and where the run stands.
+        model, average: the trained model, and the moving average of its weights, which is scored and exported.
+        curriculum, standing: the bounds of the next draws, and the state of the run.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: Settings) -> None:
@@ -96,8 +96,8 @@ class Trainer:
         self._parameters = [*self.model.parameters(), *self._probes.parameters()]
 
     def start_from(self, model: DiffusionModel) -> None:
-        """Go on from the weights of a model that has learned the answers of one block, of any family that has some of
-        this one's weights."""
+        """Go on from the weights of a model that has learned answers of one block. Its family may be another one that
+        shares weights with this one."""
         learned = replace(self.curriculum, list_high=LIST_BOUNDS[1], lookup_high=float(TASKS["lookup"].sizes[1]))
         known = lookup_batch(self.settings.seed, -1, learned, self.settings.lookup_tokens).ids
         for own in (self.model, self.average):
@@ -107,7 +107,7 @@ class Trainer:
     def step(self, pool: ThreadPoolExecutor) -> None:
         """One update from one batch of each stream, each in a thread of its own.
 
-        One batch a core beats two cores on one batch by a third: the matrices are small.
+        One batch a core is a third faster than two cores on one batch, because the matrices are small.
         """
         began, standing = time.perf_counter(), self.standing
         learned = standing.losses.get("lookup", math.inf) < LOOKUP_LEARNED[self.model.shape.noise]
@@ -158,7 +158,7 @@ class Trainer:
         )
 
     def losses(self, stream: str, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-        """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
+        """Losses of a batch under noise from `generator`: that of its tokens under the stream's name, then others."""
         if stream in FRESH_TASKS:
             noised, rest = mask_as_decoded(batch, generator)
         else:
@@ -177,7 +177,7 @@ class Trainer:
             losses[f"rest {stream}"] = token_loss(self.model, hidden, batch.ids[:, first:], rest[:, first:])
             losses |= fresh_losses(stream, batch, noised, probe, tap)
             if self.standing.losses.get(stream, math.inf) < FRESH_LEARNED:
-                # Its heads are those with which lookups find their digits; a learned task needs no pointer.
+                # Lookups find their digits with the same heads; a learned task needs no pointer.
                 del losses[f"point {stream}"]
         elif bool(noised.asked.any()):
             auxiliary = pointer_losses if stream == "lookup" else operand_losses
@@ -192,7 +192,7 @@ class Trainer:
         self.curriculum = self.curriculum.following(scores)
 
     def save(self, path: Path) -> None:
-        """Everything that the next step depends on."""
+        """Write everything that the next step depends on."""
         tensors = prefixed("model", self.model.state_dict()) | prefixed("average", self.average.state_dict())
         tensors |= prefixed("probes", self._probes.state_dict())
         for name, optimizer in self._optimizers.items():

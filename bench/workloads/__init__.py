@@ -1,1 +1,1 @@
-"""What measures a point, in its process: answers, speeds, bytes, codecs. Studies say with which settings."""
+"""Measurements of a point, in its process: answers, speeds, bytes, codecs. Studies give the settings."""

@@ -1,4 +1,4 @@
-"""Tables of answers: who, or what was asked, by line; right answers, work and bytes by column."""
+"""Tables of answers: policies or tasks by line; right answers, work and bytes by column."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from measuring.table import Row
 
 from tiered.core.byte_size import format_bytes
 
-# Which rows of a line a column is about, and what it shows of them.
+# A column: a test for the rows of a line that it is about, and a function that shows them.
 Show = Callable[[Sequence[Row]], str]
 Column = tuple[Callable[[Row], bool], Show]
 
@@ -43,27 +43,27 @@ def by_task(rows: Sequence[Row]) -> str:
 
 
 def where(**wanted: Any) -> Callable[[Row], bool]:
-    """Whether a row has these values; one without such a column has None."""
+    """True if a row has these values; a row without such a column has None."""
     return lambda row: all(row.get(name) == value for name, value in wanted.items())
 
 
 def policy(row: Row) -> str:
-    """Its name on a page."""
+    """The policy's name on a page."""
     return f"`{row['policy']}`"
 
 
 def task(row: Row) -> str:
-    """What was asked."""
+    """The task's name on a page."""
     return f"`{row['task']}`" + (f", {row['size']} tokens" if row.get("size") else "")
 
 
 def asked(rows: Sequence[Row]) -> int:
-    """Examples that there were."""
+    """The number of examples."""
     return sum(row["examples"] for row in rows)
 
 
 def asked_both(one: Row, other: Row) -> tuple[list[bool], list[bool]]:
-    """Whether each answered right, to the examples that both were asked: the first ones."""
+    """True for right answers of each, to the examples that both were asked: the first ones."""
     pairs = zip(one["right"], other["right"], strict=False)
     first, second = ([each == "1" for each in answers] for answers in zip(*pairs, strict=True))
     return first, second
@@ -77,15 +77,15 @@ def right(rows: Sequence[Row]) -> str:
 
 
 def right_of(rows: Sequence[Row]) -> str:
-    """The same, and of how many."""
+    """As `right`, with the number of examples."""
     return f"{right(rows)} of {asked(rows)}"
 
 
 def mean(figure: str, digits: int = 2) -> Show:
-    """What shows `figure` of an example, on average over all of them."""
+    """A function that shows the mean of `figure` over all examples."""
     return lambda rows: f"{sum(row[figure] * row['examples'] for row in rows) / asked(rows):.{digits}f}"
 
 
 def size(*names: str) -> Show:
-    """What shows the bytes of these columns together, the most of any row."""
+    """A function that shows the bytes of these columns together, the most of any row."""
     return lambda rows: format_bytes(most) if (most := max(sum(row[n] for n in names) for row in rows)) else "0"

@@ -23,10 +23,10 @@ TIMED = ("tokens_per_second", "ms_per_forward", "first_block_ms", "copy_ms", "hi
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """A row for each of `settings["tasks"]`, which are [task, tokens of a lookup's prompt or None, examples].
 
-    Beside them `settings` has "model", "policy" (words behind a comma tell measurements of one policy apart, or name a
-    cache of transformers), its "options", "call" (options of `generate`), and it may have "base" (the policy, where
-    "policy" is another name), "batch" (sequences of a call), "budget" (bytes of the device tier) and "split" (of the
-    examples; "test"). `paths`: of the models.
+    Beside them `settings` has "model", "policy", its "options", and "call" (options of `generate`). Words behind a
+    comma in "policy" tell measurements of one policy apart, or name a cache of transformers. `settings` may have "base"
+    (the policy, if "policy" is another name) and "split" (of the examples; "test"). It may have "batch" (sequences of a
+    call) and "budget" (bytes of the device tier). `paths`: paths of the models.
     """
     with refusing():
         runtime = answerer(settings, paths)
@@ -40,7 +40,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
-    """What answers: a runtime, or a baseline, which has a `generate` as it has."""
+    """A runtime, or a baseline with the same `generate`."""
     policy = settings.get("base", settings["policy"]).partition(",")[0]
     options = {"device": settings["device"]} | settings["options"]
     path, budget = paths[settings["model"]], settings.get("budget")
@@ -52,9 +52,9 @@ def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
 
 
 def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int | None, count: int) -> dict[str, Any]:
-    """Of the first `count` examples from the seed on, after a warm-up. "right": of each, in their order, 1 or 0, by
-    which policies that were asked the same are paired, as many as both were asked; "bytes": "counted" where they are
-    weights and cached tensors alone, without activations, and not what a ledger has booked."""
+    """Figures of the first `count` examples from the seed on, after a warm-up. "right" has 1 or 0 for each, in their
+    order, so that policies can be paired on examples that both were asked. "bytes" is "counted" for weights and cached
+    tensors alone, without activations, and "booked" for bytes of a ledger."""
     seed, watch = settings["seed"], Tally()
     split = settings.get("split", "test")
     examples = [tasks.sample(task, split, seed + number, size=size) for number in range(count)]
@@ -102,9 +102,9 @@ class Tally:
         self._host = max(self._host, out.memory.peak_host_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Columns of a row. "rows_per_forward": of a sequence, recomputed, on average; "cache_ratio": the share of a
-        full pass's rows that were not; "passes": forwards by kind; copies: their time in all directions, that with
-        compute going on meanwhile, and that which was waited for."""
+        """Columns of a row. "rows_per_forward": recomputed rows of a sequence, on average; "cache_ratio": the share of
+        a full pass's rows that were not recomputed; "passes": forwards by kind. Copies have their time in all
+        directions, the time that compute hid, and the time that it waited."""
         sums = self._sums
         return {name: sums[name] for name in ("copy_ms", "hidden_ms", "exposed_ms")} | {
             "tokens_per_second": sums["tokens"] / sums["seconds"],
@@ -121,7 +121,7 @@ class Tally:
 
 
 def tasks_of(texts: Iterable[str], context: int | None = None) -> list[list[Any]]:
-    """The tasks of a point, from TASK:COUNT or TASK@TOKENS:COUNT; `context`: tokens of a lookup's prompt that has none.
+    """The tasks of a point, from TASK:COUNT or TASK@TOKENS:COUNT. `context`: tokens of a lookup's prompt by default.
 
     Raises:
         ValueError: names the text and what is allowed.

@@ -1,8 +1,8 @@
 """Loads from global memory, by width, in the compiled attention kernel that reads keys and values in codes.
 
 A process of its own compiles it ahead of time, for one architecture and without a GPU, because a process whose Triton
-interprets compiles nothing. Instructions of the PTX count once, however often they run: those that a thread loads by,
-and those that copy to shared memory past the registers.
+interprets compiles nothing. Instructions of the PTX count once, however often they run: loads of a thread, and copies
+to shared memory past the registers.
 """
 
 import json
@@ -21,8 +21,8 @@ _COPY = re.compile(r"\bcp\.async\.c[ag]\.[^,]*,[^,]*, (\w+)")
 
 
 def measure() -> list[dict[str, Any]]:
-    """For each code of keys and values {"code", "byte_loads", "load", "copy"}: loads of one byte, and the number of
-    all loads and copies by their bytes. Raises `OSError` with what the compiler said."""
+    """For each code of keys and values {"code", "byte_loads", "load", "copy"}: loads of one byte, and numbers of loads
+    and copies by their bytes. Raises `OSError` with the compiler's last line."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "tests" / "compilations", ROOT / "bench", ROOT)))
     done = subprocess.run([sys.executable, "-P", __file__], env=environment, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def main() -> None:
 
     rows = []
     for code, number in CODES.items():
-        # Of heads of 128 elements, a block's rows, and columns without a mask, whose flags are bytes as well.
+        # For heads of 128 elements, a block's rows, and columns without a mask, whose flags are bytes as well.
         one = next(
             each
             for each in COMPILATIONS

@@ -1,4 +1,4 @@
-"""How much of the attention of rows falls on each span of columns, and on sinks."""
+"""The attention of rows on each span of columns, and on sinks."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Families that see blocks: recorded histories told again, and what the exact cache costs beside the rows it feeds."""
+"""Families that see blocks: recorded histories again, and the cost of the exact cache beside the rows that it feeds."""
 
 import json
 import time
@@ -24,13 +24,13 @@ from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, drawn
 
 GOLDENS = ROOT / "tests" / "goldens"
-FAMILIES = ("sdar",)  # that see blocks, and have recorded histories
+FAMILIES = ("sdar",)  # families that see blocks, and have recorded histories
 LARGEST_DIFFERENCE = 5e-4  # of logits
 PASSES = 3  # full ones, before and behind the call
 
 
 def recorded(family: str) -> Iterator[dict[str, Any]]:
-    """A row for every recorded case of `family`: whether it came out, in which forwards, or how far logits are off."""
+    """A row for every recorded case of `family`: "identical", and its forwards or the distance of its logits."""
     folder = GOLDENS / family
     runtime = tiered.from_pretrained(folder / f"{family}_tiny", dtype="float32")
     logits, sequences = load_file(folder / "logits.safetensors"), load_file(folder / "sampling.safetensors")
@@ -41,7 +41,7 @@ def recorded(family: str) -> Iterator[dict[str, Any]]:
         yield {"case": f"logits, {case}", "off": off, "identical": off <= LARGEST_DIFFERENCE}
     for case, told in json.loads((folder / "sampling.json").read_text()).items():
         if "quirk" in told:
-            continue  # what README.md there calls an accident
+            continue  # README.md there calls it an accident
         history, rows = _history(runtime, case, told, sequences)
         same = torch.equal(history, _changes(sequences[f"{case}.history"])) and rows == expected_rows(told)
         yield {"case": case, "forwards": len(rows), "identical": same}
@@ -122,7 +122,7 @@ def _history(
 
 def expected_rows(told: Mapping[str, Any]) -> list[int]:
     """Rows of each forward here, by those of the official loop. There a forward of its own stores keys and values of a
-    finished block. Here that block goes with the next step. The last block is not stored, since no step follows."""
+    finished block. Here that block goes with the next step. The last block is not stored, because no step follows."""
     rows, finished = list[int](), 0
     for count, stores in zip(told["fwd_seq_lens"], told["stores_kv"], strict=True):
         if stores and rows:
@@ -140,5 +140,5 @@ def _changes(states: Tensor) -> Tensor:
 
 
 def _block(name: str) -> int:
-    """Of a case's name: its block length."""
+    """The block length in a case's name."""
     return int("".join(filter(str.isdigit, name.split(".")[1])))

@@ -23,26 +23,26 @@ from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, random_model
 
-# What is fetched ahead and not wanted any more is given up on its way, so that a slow link moves fewer bytes.
+# A fetch ahead that is not wanted any more is given up on its way, so that a slow link moves fewer bytes.
 TIMED = ("seconds", "copy_ms", "exposed_ms", "moved_bytes")
 BLOCK = 32
-_WARM = 256  # tokens of the prompt that goes first: it pays for thread pools, workspaces and whatever is imported late
+_WARM = 256  # tokens of the prompt that goes first: it pays for thread pools, workspaces and late imports
 
 
 def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """One row.
 
     `settings` has "base", a policy's name, with its "options"; "width" and "layers" of the model; "context", tokens of
-    the prompt; "blocks" of `BLOCK` tokens, with so many "steps" each; "block", the `block_length` that they are
-    answered in, `BLOCK` or all of them; "budget", the share of the dual cache's keys and values that the device has
-    room for beside all else that the dual cache takes (None: no cap); and it may have "link", 10⁶ bytes a second in
-    either direction between device and host (None: what the memory gives), and "kv", the codec of keys and values.
+    the prompt. It has "blocks" of `BLOCK` tokens, with "steps" each; "block" is the `block_length` of the call.
+    "budget" is the share of the dual cache's keys and values that fits the device beside its other bytes; None for no
+    cap. `settings` may have "kv", the codec of keys and values. "link" has 10⁶ bytes a second in either direction
+    between device and host; None for no simulated link.
     """
     yield figures(answered(settings)[1])
 
 
 def answered(settings: Mapping[str, Any]) -> tuple[Runtime, GenerationOutput]:
-    """What answered the call of `settings`, as `measure` takes them, and its output."""
+    """The runtime that answered the call of `settings`, as `measure` takes them, and its output."""
     context, blocks = settings["context"], settings["blocks"]
     generator = torch.Generator().manual_seed(settings["seed"])
     prompt = torch.randint(0, VOCABULARY - 2, (1, context), generator=generator)
@@ -77,7 +77,7 @@ def caller(settings: Mapping[str, Any]) -> Runtime:
 
 
 def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallShape:
-    """Of the call of `settings`."""
+    """The sizes of the call of `settings`."""
     answer, kv = settings["blocks"] * BLOCK, settings.get("kv", RAW)
     return CallShape(
         shape=shape, batch=1, context=settings["context"] + answer, block_length=settings["block"], answer=answer,
@@ -87,7 +87,7 @@ def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallShape:
 
 
 def budget_of(settings: Mapping[str, Any], shape: ModelShape) -> MemoryBudget:
-    """What the dual cache takes of the device, weights included, with a share of its keys and values, which are raw."""
+    """The device bytes of the dual cache, weights included, with a share of its keys and values, which are raw."""
     if (share := settings["budget"]) is None:
         return MemoryBudget()
     sizes = sizes_of({**settings, "block": BLOCK, "kv": "raw"}, shape)
@@ -96,7 +96,7 @@ def budget_of(settings: Mapping[str, Any], shape: ModelShape) -> MemoryBudget:
 
 
 def size_of(text: str, first: str) -> dict[str, Any]:
-    """Settings of a call's size, PROMPT:BLOCKS:STEPS; `first`: what the tokens of the prompt are called. Raises
+    """Settings of a call's size, PROMPT:BLOCKS:STEPS; `first`: setting for the tokens of the prompt. Raises
     `ValueError`."""
     parts = text.split(":")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
@@ -105,9 +105,9 @@ def size_of(text: str, first: str) -> dict[str, Any]:
 
 
 def figures(out: GenerationOutput) -> dict[str, Any]:
-    """Columns of a row. "rows_computed": in all forwards of the call, on average over layers; "moved_bytes": between
-    tiers, in all directions; bytes of tiers: peaks, weights included; copies: their time, and that which compute stood
-    still for them."""
+    """Columns of a row. "rows_computed": rows in all forwards of the call, on average over layers; "moved_bytes": bytes
+    between tiers, in all directions. Bytes of tiers are peaks, weights included. Copies have their time, and the time
+    for which compute stood still."""
     ways = () if out.tiers is None else out.tiers.ways.values()
     return {
         "forwards": out.num_forwards,

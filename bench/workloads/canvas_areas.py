@@ -11,7 +11,7 @@ from tiered.models.shape import ModelShape
 
 
 class Area(StrEnum):
-    """Where a column stands relative to the current block. The areas cover every column once."""
+    """A column's place relative to the current block. The areas cover every column once."""
 
     PROMPT = "prompt"
     PAST = "past"  # finished blocks before the previous one
@@ -72,6 +72,6 @@ class AreaFigures:
         there = self.rows > 0
         if self.attention is not None:  # distances to the step before, which a block's first step lacks
             there &= (np.array(self.numbers) > 0)[:, None]
-        # Not nanmean: a cache that holds no numbers must show.
+        # Not nanmean: NaN in a cache must show.
         with np.errstate(invalid="ignore"):
             return np.where(there[:, None], distances, 0).sum(axis=0) / there.sum(axis=0)

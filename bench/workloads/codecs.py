@@ -1,4 +1,4 @@
-"""Codecs and tiers on the embedded model's hidden states: what codecs lose and cost, offloading, decoding, k-means."""
+"""Codecs and tiers on the embedded model's hidden states: losses and costs, offloading, decoding, k-means."""
 
 import math
 import statistics
@@ -46,8 +46,8 @@ def hidden_states() -> tuple[Float[Tensor, "layers length width"], Areas]:
 
 @torch.no_grad()
 def keys_values() -> Iterator[Row]:
-    """Keys and values of every layer in their codes: scaled by token and head, as they are kept; and by channel of a
-    head, over all tokens, which would have to be known before they come."""
+    """Keys and values of every layer in their codes. They are scaled by token and head, as they are kept. And they are
+    scaled by channel of a head over all tokens, which would have to be known before they come."""
     runtime, (hidden, _) = tiered.from_pretrained("embedded", policy="none", device="cpu"), hidden_states()
     model = runtime.model
     rotary = model.rotary(torch.arange(hidden.shape[1])[None])
@@ -67,16 +67,16 @@ def keys_values() -> Iterator[Row]:
 
 @torch.no_grad()
 def codecs(clusters: int) -> Iterator[Row]:
-    """Every codec on every layer: "error" is ‖decoded - rows‖ / ‖rows‖, "sqnr_db" -20 log₁₀ of it; bytes an element
-    of the records, scales included, of centroids in bfloat16, and of both over the rows' in bfloat16; encoding and
-    decoding in ns an element."""
+    """Every codec on every layer: "error" is ‖decoded - rows‖ / ‖rows‖, "sqnr_db" -20 log₁₀ of it. Bytes an element are
+    those of the records, scales included, of centroids in bfloat16, and of both over the rows' in bfloat16. Encoding
+    and decoding are in ns an element."""
     hidden, areas = hidden_states()
     for layer, index in enumerate(cluster_areas(hidden, areas, clusters)):
         rows = hidden[layer][index.rows]
         width, elements, out, numbers = rows.shape[1], rows.numel(), torch.empty_like(rows), torch.arange(len(rows))
         of_row = torch.arange(index.clusters).repeat_interleave(index.counts)
         for codec in Codec:
-            # Elements of bfloat16 where the codec keeps the model's dtype: what a released model would store.
+            # If the codec keeps the model's dtype, elements are of bfloat16, as of a released model.
             stored = len(rows) * codec.row_bytes(width, BF16_BYTES)
             buffer = torch.empty(len(rows), codec.row_bytes(width, rows.element_size()), dtype=torch.uint8)
             base = RowBase(index.centroids, of_row) if codec.needs_base else None
@@ -127,8 +127,8 @@ def offload(clusters: int) -> Iterator[Row]:
 
 
 def decode(rounds: int = 5) -> Iterator[Row]:
-    """Throughput of decoding 4096 rows of d = 4096 to float32, of 64 clusters, over that of copying what comes out, and
-    over that of copying what goes in; bytes an element of such a row."""
+    """Throughput of decoding 4096 rows of d = 4096, of 64 clusters, to float32. It is over that of copying the decoded
+    rows, and of copying the encoded ones. And bytes an element of an encoded row."""
     width, count, codec = 4096, 64, Codec.NVFP4_DELTA
     hidden, numbers = torch.randn(width, width), torch.arange(width)
     base = RowBase(torch.randn(count, width), numbers * count // width)
@@ -155,7 +155,7 @@ def kmeans(width: int, clusters: int, rounds: int = 5) -> Iterator[Row]:
 
 
 def seconds(work: Callable[[], object], rounds: int = 3) -> float:
-    """Median time of `work`, after once without a clock."""
+    """Median time of `work`, after one call without a clock."""
     work()
     times = []
     for _ in range(rounds):

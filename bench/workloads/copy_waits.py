@@ -1,9 +1,9 @@
-"""How long a small copy takes beside large ones of another transport, which has the same link.
+"""The time of a small copy beside large ones of another transport, which has the same link.
 
 Sizes are those of a GPU over `SCALE`: a streamed layer of 436 MB, pieces of `PIECE_BYTES`, a small record of 64 KiB. So
 many large copies go as the link takes, one behind the other. Small ones are submitted at random times, each once the
-one before has ended. The link is simulated; its speed is set so that a layer takes `LAYER_SECONDS`, a multiple of what
-a GPU's link takes, because threads of this machine wake up too late for less.
+one before has ended. The link is simulated. A layer takes `LAYER_SECONDS`, a multiple of its time on a GPU's link,
+because threads of this machine wake up too late for less.
 """
 
 import random
@@ -25,8 +25,8 @@ WHOLE, PIECES = "whole", "in pieces"
 
 
 def measure(*, copies: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each way in which large copies move: the time from a small copy's submission to its end, in ms, and the
-    99th percentile over the time of a layer. `copies`: how many small copies."""
+    """A row for each way in which large copies move. It has the time from a small copy's submission to its end, in ms,
+    and the 99th percentile over the time of a layer. `copies`: number of small copies."""
     return [{"way": way} | waits(way, copies, seed) for way in (WHOLE, PIECES)]
 
 

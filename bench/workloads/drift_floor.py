@@ -1,4 +1,4 @@
-"""How far coding keys moves the attention of centroids, beside how far a step of decoding does: drift's noise floor."""
+"""Drift's noise floor: the move of centroids' attention by coding keys, beside the move by a step of decoding."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -24,15 +24,15 @@ from workloads.input_rows import hidden_states
 
 @torch.no_grad()
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:
-    """A row for each task: means over the clusters, layers and steps of calls without a cache, of the drift (KL, mean
-    over heads) of a cluster's attention
+    """A row for each task. It has the drift of a cluster's attention (KL, mean over heads), the mean over the clusters,
+    layers and steps of calls without a cache:
 
         noise         by coding the keys of one state
         step          from a state to that behind the next commits, of raw keys
         coded_step    the same of coded keys
 
-    and "chosen", the share of the clusters that drift most, as many as Polestar renews, which do so by either of the
-    last two. `settings` has "model", "kv", "call" (options of `generate`) and "tasks" (name, size, how many).
+    And it has "chosen": the share of the clusters that Polestar would renew by raw keys which it would also renew by
+    coded ones. `settings` has "model", "kv", "call" (options of `generate`) and "tasks" (name, size, count).
     """
     runtime = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
     code = RowCode(settings["kv"])
@@ -58,7 +58,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def alike(ours: Tensor, theirs: Tensor) -> float:
-    """The share of the clusters that drift most by `ours` which do so by `theirs`."""
+    """The share of the clusters that drift most by `ours` which also drift most by `theirs`."""
     most = chosen_clusters("auto", len(ours), single=False)
     return torch.isin(ours.topk(most).indices, theirs.topk(most).indices).double().mean().item()
 
@@ -70,7 +70,7 @@ def drifts(
     answer: int,
     rounded: Callable[[Tensor], Tensor],
 ) -> Iterator[Float32[Tensor, "3 clusters"]]:
-    """For each layer the noise, the step and the coded step of every cluster of the prompt; `now` and `then` are the
+    """For each layer the noise, the step and the coded step of every cluster of the prompt. `now` and `then` are the
     layers' input rows in two states."""
     length = now.shape[1]
     columns, rotary = Rows.span(0, length), model.rotary(torch.arange(length)[None])

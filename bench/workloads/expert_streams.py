@@ -47,7 +47,7 @@ from workloads.weight_loading import peak_of_loading
 from workloads.weight_streams import WaitingTransport, figures
 
 BLOCK, BLOCKS = 32, 4
-# By checkpoint, the blocks of each recorded case; None if rows see the whole canvas.
+# The block length of each recorded case, by checkpoint; None if rows see the whole canvas.
 RECORDED: dict[str, dict[str, int | None]] = {
     "llada_moe/lladamoe_tiny": {"full": None, "leftpad": None},
     "llada2/llada2_tiny": {"block32": 32, "block8_masks": 8, "block16_tail": 16},
@@ -57,8 +57,8 @@ MINI, MINI_CONTEXT = "llada2-mini", 8192
 
 
 def recorded() -> Iterator[dict[str, Any]]:
-    """A row for every recorded case of the official code: how far logits are off, and whether the experts that rows
-    picked are the same. Cases with histories are among the tests."""
+    """A row for every recorded case of the official code: the distance of logits, and whether rows picked the same
+    experts. Cases with histories are among the tests."""
     for checkpoint, cases in RECORDED.items():
         folder, _, name = checkpoint.partition("/")
         tensors = load_file(GOLDENS / folder / "logits.safetensors")
@@ -79,11 +79,12 @@ def recorded() -> Iterator[dict[str, Any]]:
 
 
 def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row: how the experts of a forward over a block agree with those before, and how well they are guessed.
+    """One row: the overlap of the experts of a forward over a block with earlier ones, and the recall of guesses.
 
     "of_step", "of_block": experts of a layer that a forward reaches, and all forwards of a block. "step_overlap",
     "block_overlap": share of them that the forward, or block, before had reached. "recall_last", "recall_router",
-    "recall_both": share that the layer picked in the forward before, that are likely one layer ahead, and both.
+    "recall_both": share that the layer picked in the forward before, that its router finds likely a layer ahead, or
+    either.
     """
     with refusing(), random_mixture(settings) as folder:
         runtime = tiered.from_pretrained(folder, policy="block_causal")
@@ -122,8 +123,8 @@ def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def over_belady(seen: Sequence["Seen"], share: float, model: MixtureModel) -> float:
-    """Fetches with slots for a share of the experts, without guesses, over those of Belady's rule, by which the expert
-    goes whose next use is furthest. Experts come in no fewer fetches."""
+    """Fetches with slots for a share of the experts, without guesses, over those of Belady's rule. By this rule the
+    expert with the furthest next use goes. No rule has fewer fetches."""
     experts = model.shape.experts
     assert experts is not None, "it is a mixture"
     slots = round(share * len(model.shape.recorded) * experts.count)
@@ -156,13 +157,13 @@ def over_belady(seen: Sequence["Seen"], share: float, model: MixtureModel) -> fl
 
 
 def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row: a call with all experts on the device; with slots for a share of them, over the link; the same without
-    guesses; and with experts fetched one by one, each waited for, as TIDE does (arXiv 2605.20179).
+    """One row of a call with all experts on the device, and with slots for a share of them, over the link. The latter
+    also goes without guesses, and with experts fetched and waited for one by one, as in TIDE (arXiv 2605.20179).
 
-    The link is so slow that a copy of the experts that a step reaches stands to its forward as with LLaDA2-mini in int4
-    on that card. Columns are those of `weight_streams.figures`, where copies are those of a forward's misses, and
-    "plain_ms" (without guesses), "layers_ms" (a bound: all experts in each forward), "hit_share", "foreseen_share", and
-    "bytes_over_misses": bytes that came with guesses over those without.
+    The link is slow: a copy of the experts that a step reaches stands to its forward as with LLaDA2-mini in int4 on
+    that card. Columns are those of `weight_streams.figures`, with copies of a forward's misses. Others are "plain_ms"
+    (without guesses), "layers_ms" (a bound: all experts in each forward), "hit_share", and "foreseen_share".
+    "bytes_over_misses" has bytes that came with guesses over those without.
     """
     policy, share = make_policy("block_causal"), settings["share"]
     with refusing(), random_mixture(settings) as folder:
@@ -244,7 +245,7 @@ class Seen(NamedTuple):
 
 
 class PassRecorder:
-    """All experts are on the device; `seen` keeps what a mixture asks of those that stream."""
+    """Experts on the device in place of streamed ones; `seen` keeps the requests of a mixture."""
 
     def __init__(self, model: MixtureModel) -> None:
         self._model, self._rows, self.seen = model, 0, list[Seen]()
@@ -273,9 +274,9 @@ def answered(runtime: Runtime, settings: Mapping[str, Any]) -> GenerationOutput:
 
 @contextmanager
 def random_mixture(settings: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of a random LLaDA2 in float32, gone behind the `with`. All layers but the first have a mixture.
+    """The folder of a random LLaDA2 in float32, gone behind the `with`. All layers except the first have a mixture.
 
-    Rows of the embedding have a norm of √width. What a branch adds to a row is about settings["branch"] times as large.
+    Rows of the embedding have a norm of √width. A branch adds about settings["branch"] times as much to a row.
     """
     width, branch = settings["width"], settings["branch"]
     config = {

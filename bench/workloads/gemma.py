@@ -1,4 +1,4 @@
-"""A tiny random DiffusionGemma in transformers' hands and in the library's; and a step's logits whole and in tiles."""
+"""A tiny random DiffusionGemma in transformers and in the library; and a step's logits whole and in tiles."""
 
 import tempfile
 import time
@@ -46,9 +46,9 @@ TEXT: dict[str, Any] = {
 
 
 def cache_rows(settings: Mapping[str, Any]) -> Iterator[Row]:
-    """Logits of a canvas behind a prompt, as transformers' `generate` computes them with each cache: how far they are
-    from those of its dynamic cache, and how far another prompt moves them. 0 says that the prompt has no part in
-    them. `settings` has "layers", a key of `KINDS`, "cache", one of `CACHES`, and "prompt", its tokens."""
+    """Logits of a canvas behind a prompt, by transformers' `generate` with a cache, or by the library. "difference" is
+    their distance from those of the dynamic cache. "moved" is their distance from those behind another prompt, 0 if the
+    prompt has no part in them. `settings` has "layers", a key of `KINDS`, "cache", and "prompt", its tokens."""
     draws = torch.Generator().manual_seed(settings["prompt"])
     prompts = torch.randint(3, VOCABULARY, (2, 1, settings["prompt"]), generator=draws)
     canvas = torch.randint(0, VOCABULARY, (1, CANVAS), generator=draws)
@@ -102,10 +102,11 @@ def _our_logits(folder: str, prompt: Tensor, canvas: Tensor) -> Tensor:
 
 
 def head_rows(settings: Mapping[str, Any]) -> Iterator[Row]:
-    """What proposing the tokens of "rows" rows takes with the head of a released model, whole and in tiles: bytes that
-    torch allocates, those that the plan books of logits in a call of 4,096 tokens in bfloat16, and the median of
-    "repeats" times, in turn. "head" is a key of `HEADS`, both of whose sizes are divided by "divisor"; "propose" is
-    "sums" for those that its rule reads, "likeliest" for likeliest tokens, and "cut" for draws under a cut."""
+    """Costs of proposing the tokens of "rows" rows with the head of a released model, whole and in tiles. They are
+    bytes that torch allocates, and the median of "repeats" times, in turn. And they are bytes that the plan books of
+    logits in a call of 4,096 tokens in bfloat16. "head" is a key of `HEADS`, whose sizes are divided by "divisor".
+    "propose" is "sums" for those that its rule reads, "likeliest" for likeliest tokens, and "cut" for draws under a
+    cut."""
     model = _headed(settings["head"], settings["divisor"])
     hidden = torch.randn(1, settings["rows"], model.shape.width, generator=torch.Generator().manual_seed(0))
     seconds: dict[str, list[float]] = {"whole": [], "tiles": []}
@@ -125,7 +126,7 @@ def head_rows(settings: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _headed(head: str, divisor: int) -> Any:
-    """A model of one layer, without weights but those of its head."""
+    """A model of one layer, with the weights of its head alone."""
     width, vocabulary = (size // divisor for size in HEADS[head])
     if head == "diffusion-gemma":
         text = TEXT | {"hidden_size": width, "vocab_size": vocabulary, "num_hidden_layers": 1}

@@ -1,4 +1,4 @@
-"""What a codec of keys and values does to the logits of a canvas, beside the same model with raw ones."""
+"""Effects of a codec of keys and values on the logits of a canvas, beside the same model with raw ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,9 +14,9 @@ from tiered.runtime import Runtime
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """A row for each task: KL of the distributions of an answer's masks, and how many have another most likely token.
+    """A row for each task: KL of the distributions of an answer's masks, and the share with another likeliest token.
 
-    `settings` has "model", "kv", "answer" (masks behind a prompt) and "tasks" (name, size, how many).
+    `settings` has "model", "kv", "answer" (masks behind a prompt) and "tasks" (name, size, count).
     """
     raw = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
     coded = Runtime(raw.model, policy=raw.policy, tokenizer=raw.tokenizer, kv=kv_code(settings["kv"], raw.model.shape))
@@ -29,7 +29,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def distances(found: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Columns, of what `apart` says of several canvases."""
+    """Columns from the results of `apart` for several canvases."""
     kl, others = (torch.cat(parts) for parts in zip(*found, strict=True))
     return {"kl": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(), "other_token": others.mean().item()}
 
@@ -45,7 +45,7 @@ def canvas(runtime: Runtime, prompt: str, answer: int) -> Tensor:
 
 
 def apart(raw: Runtime, coded: Runtime, ids: Tensor, answer: int) -> tuple[Tensor, Tensor]:
-    """Of each of the last `answer` rows: KL of `coded` beside `raw`, and 1 where its likeliest token is another."""
+    """For each of the last `answer` rows: KL of `coded` beside `raw`, and 1 if its likeliest token is another."""
     ours, theirs = (runtime.logits(ids)[0, -answer:].double().log_softmax(-1) for runtime in (coded, raw))
     kl = (theirs.exp() * (theirs - ours)).sum(-1)
     return kl, (ours.argmax(-1) != theirs.argmax(-1)).double()

@@ -1,13 +1,12 @@
-"""What a layer of the CUDA path launches, and how often the host reads there, counted on the CPU.
+"""Launches of a layer of the CUDA path, and reads by the host there, counted on the CPU.
 
-A launch is one operation of the CUDA path: each torch operation on tensors of the device that makes more than a view or
-room is one, as many kernels as it may start there; scaled dot-product attention and RMS norm, which have a kernel of
-their own on CUDA, are one; a Triton kernel is one every time that its launcher starts it, which it does here, in
-Triton's interpreter; a tensor of the host that goes to the device is one. What is computed on tensors of the host is
-none, and neither are copies between tiers, which no thread that computes waits for.
+A launch is one operation of the CUDA path. Each torch operation on tensors of the device that makes more than a view or
+room is one, even if it starts several kernels there. Scaled dot-product attention and RMS norm, which have a kernel of
+their own on CUDA, are one. A Triton kernel is one every time that its launcher starts it, here in Triton's interpreter.
+A tensor of the host that goes to the device is one. Operations on tensors of the host are none. Copies between tiers
+are none, because no thread that computes waits for them.
 
-A read counts if the host waits for all that the device was asked for; an `AsyncRead` only if nothing was asked for
-since.
+A read counts if the host waits for all earlier launches; an `AsyncRead` only if no launch came since.
 """
 
 import sys
@@ -33,30 +32,30 @@ from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, in_records, random_model
 
 LAYERS = 6  # the first and the last count for nothing; of four between them one clusters, and three share its clusters
-WIDTH, CONTEXT = 128, 32  # two heads: what joins them counts
+WIDTH, CONTEXT = 128, 32  # two heads, so that joining them counts
 CALL = {"max_new_tokens": 16, "block_length": 8, "steps": 8, "stop_at_eos": False}
-# So few rows have as many clusters as hundreds have, and a step of two tokens is followed by an update.
+# With them, so few rows have as many clusters as hundreds have, and an update follows a step of two tokens.
 OPTIONS: Mapping[str, dict[str, Any]] = {"polestar": {"clusters": 8, "update_threshold": 2}}
 
 CUDA = torch.device("cuda")
-# By name, those that make a host wait for the device.
+# Names of functions that make a host wait for the device.
 READS = frozenset({"tolist", "item", "cpu", "numpy", "__array__", "nonzero", "equal", "masked_select", "unique"})
 READS |= {"__bool__", "__int__", "__float__", "__index__"}
-# CUDA has a kernel for them, where torch on the CPU takes several operations, or others.
+# Functions for which CUDA has a kernel, but torch on the CPU takes several operations, or others.
 WHOLE = frozenset({"scaled_dot_product_attention", "rms_norm"})
 ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
-# Functions that ask a tensor where it is, and ask nothing else of the answer: there it is on CUDA.
+# Functions that ask for a tensor's device, and for no other use: there it is CUDA.
 ASKING = frozenset({"add_by_cluster", "checked_forms", "project", "project_joined", "shareable"})
 _HOST = "_of_the_host"  # an attribute of tensors that would not be on the device
 _IS_CPU, _DEVICE = vars(torch._C.TensorBase)["is_cpu"].__get__, vars(torch._C.TensorBase)["device"].__get__
-Place = tuple[int | None, int | None, Op, str]  # forward, layer (None: between layers), range and operation
+Place = tuple[int | None, int | None, Op, str]  # forward, layer (None between layers), range and operation
 
 
 class Counting(Recorder):
     """A recorder that counts, too.
 
     Attributes:
-        launches, reads: how many, by place.
+        launches, reads: numbers by place.
     """
 
     def __init__(self) -> None:
@@ -73,18 +72,18 @@ class Counting(Recorder):
         self._now = span.parent
 
     def launched(self, name: str) -> None:
-        """An operation, in the range that is open; without one it does not count."""
+        """Count an operation in the open range; without one it does not count."""
         if self._now is not None:
             self.launches[self._now.forward, self._now.layer, self._now.op, name] += 1
 
     def read(self, name: str) -> None:
-        """A read by the host, there."""
+        """Count a read by the host, as `launched`."""
         if self._now is not None:
             self.reads[self._now.forward, self._now.layer, self._now.op, name] += 1
 
 
 class _OnCuda(TorchFunctionMode):
-    """Sees what torch is asked for: tells tensors of the host from those of the device, though all are on the CPU."""
+    """Watches torch's functions. It tells tensors of the host from those of the device, though all are on the CPU."""
 
     def __init__(self, counting: Counting) -> None:
         super().__init__()
@@ -92,7 +91,7 @@ class _OnCuda(TorchFunctionMode):
 
     @contextmanager
     def silence(self) -> Iterator[None]:
-        """Nothing counts."""
+        """Nothing counts meanwhile."""
         self.quiet += 1
         try:
             yield
@@ -107,7 +106,7 @@ class _OnCuda(TorchFunctionMode):
         if self.quiet or name == "__get__":
             return func(*args, **kwargs)
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        # What is made of nothing is the host's, unless a device is asked for.
+        # A tensor that is made of no tensor is the host's, unless a device is asked for.
         if all(hasattr(each, _HOST) for each in given) if given else kwargs.get("device") is None:
             with self.silence():
                 made = func(*args, **kwargs)
@@ -127,7 +126,7 @@ class _OnCuda(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts what torch does, unless something silences it."""
+    """Counts torch's operations, unless they are silenced."""
 
     def __init__(self, cuda: _OnCuda) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ def _by_flags(index: Any) -> bool:
 
 @contextmanager
 def counting() -> Iterator[Counting]:
-    """Count what this thread does, as if its tensors were on CUDA.
+    """Count the operations of this thread, as if its tensors were on CUDA.
 
     Raises:
         RuntimeError: Triton was imported without its interpreter (TRITON_INTERPRET=1).
@@ -196,7 +195,7 @@ def counting() -> Iterator[Counting]:
         with cuda.silence():
             return self._values.tolist()
 
-    # A module that is imported on the way keeps what it finds: afterwards that is to choose as ever.
+    # A module that is imported meanwhile keeps the patched function, which has to choose as ever afterwards.
     changed["for_device"] = lambda original: (
         lambda reference, device: original(reference, CUDA if active() is found else device)
     )
@@ -213,10 +212,10 @@ def counting() -> Iterator[Counting]:
 
 
 def count(policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """A small call of `policy` under `options`: a row for each kind of forward, {"kind", "forwards", "launches",
-    "outside", "reads"}, and one for each range in it, {"kind", "op", "launches", "reads"}. Launches are those of one
-    layer, the mean over all but the first and the last, and those "outside" of layers; reads those inside all layers of
-    a forward."""
+    """A small call of `policy` under `options`. A kind of forward has a row, {"kind", "forwards", "launches",
+    "outside", "reads"}, and so has each range in it, {"kind", "op", "launches", "reads"}. "launches" are those of one
+    layer, the mean over all except the first and the last; "outside" are those outside of layers. "reads" are those
+    inside all layers of a forward."""
     model = in_records(random_model(WIDTH, LAYERS, CONTEXT + CALL["max_new_tokens"]).to(torch.bfloat16))
     runtime = Runtime(model, policy=make_policy(policy, **OPTIONS.get(policy, {}) | options), name="random")
     prompt = torch.randint(0, VOCABULARY - 2, (1, CONTEXT), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Many clients of one scheduler, each of whom asks again as soon as it is answered; and one who waits while a long
+"""Many clients of one scheduler, each of which asks again when it is answered; and a request that runs while a long
 prompt joins."""
 
 import time
@@ -27,12 +27,12 @@ TIMED = (
     *("end_p50_ms", "end_p99_ms", "gap_p50_ms", "gap_p99_ms", "gap_max_ms", "first_pass_ms"),
 )
 _UNCUT = 10**9
-_LEAST = 256  # positions that the task has prompts of
+_LEAST = 256  # least prompt tokens of the task
 
 
 @dataclass
 class Watch:
-    """A streamer that notes when it hears of a forward and of a final block."""
+    """A streamer that notes the times of forwards and of final blocks."""
 
     steps: list[float] = field(default_factory=list)
     blocks: list[float] = field(default_factory=list)
@@ -50,13 +50,13 @@ class Watch:
 
 
 def clients(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """A row with all clients' requests together, and one with one request at a time. Without a policy, that of the
-    model, and a third row: all requests run, and each forward is of one alone."""
+    """A row with one request at a time, and one with all clients' requests together. Without a policy, it is that of
+    the model, and there is a third row: all requests run, and each forward is of one alone."""
     with refusing():
         runtime = _runtime(settings, paths)
         calls = [_asked(runtime, settings, number) for number in range(settings["requests"])]
     served(runtime, calls[:2], clients=2, max_running=2)  # thread pools, and the math library's workspaces
-    # Which comes first changes nothing but what the machine does meanwhile; each in turn would need rounds of its own.
+    # The order changes nothing except the state of the machine; requests in turn would need rounds of their own.
     for way in (IN_TURN, TOGETHER) if "policy" in settings else (IN_TURN, APART, TOGETHER):
         most = 1 if way == IN_TURN else settings["clients"]
         share = scheduling.shareable if way != APART else lambda *_: False
@@ -65,8 +65,8 @@ def clients(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def join(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Times between the steps of a request that runs while a prompt of `context` tokens has its first pass; "rows" 0:
-    the pass is not cut."""
+    """Times between the steps of a request that runs while a prompt of `context` tokens has its first pass. With "rows"
+    0 the pass is not cut."""
     with refusing():
         runtime = _runtime(settings, paths)
         scheduler = Scheduler(runtime, max_prefill_rows=settings["rows"] or _UNCUT)
@@ -74,7 +74,7 @@ def join(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[d
             _asked(runtime, {**settings, "context": context}, 0) for context in (_LEAST, settings["context"])
         )
     running, joining = Watch(), Watch()
-    # As many requests one after the other as the pass lasts: with the first one, the batch is always one.
+    # Requests follow each other as long as the pass lasts, so that one runs at any time.
     begin: Callable[[Request | None], object] = lambda _: scheduler.submit(  # noqa: E731
         short, streamer=running, on_end=None if joining.steps else begin
     )
@@ -104,7 +104,7 @@ def _runtime(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Runtime:
 
 
 def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> PreparedCall:
-    """A call whose answer has several blocks, where it may be as long; without "block", of the model's length."""
+    """A call whose answer has several blocks, if it is that long; without "block", of the model's length."""
     call: dict[str, Any] = {"max_new_tokens": settings["answer"], "block_length": settings.get("block")}
     call |= {"stop_at_eos": False} if settings["model"] == RANDOM else {}
     rule = {} if settings["confidence"] is None else {"confidence_threshold": settings["confidence"]}
@@ -117,7 +117,7 @@ def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> Prepar
 
 
 def served(runtime: Runtime, calls: list[PreparedCall], *, clients: int, max_running: int) -> dict[str, Any]:
-    """Answer all calls, of which as many are asked at a time as there are clients."""
+    """Answer all calls, of which `clients` are asked at a time."""
     scheduler, left, done = Scheduler(runtime, max_running=max_running), [*reversed(calls)], list[Request]()
     watches: dict[int, Watch] = {}
 

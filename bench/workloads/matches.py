@@ -2,7 +2,7 @@
 
 A peer is a policy; or "POLICY, parity" (baselines/parity.py); or "official, NAME" (baselines/official.py); or
 "transformers, KIND" (baselines/by_transformers.py), whose options are None for no cache.
-Nobody stops at the end of an answer, so that whole answers can be compared.
+No peer stops at the end of an answer, so that whole answers can be compared.
 """
 
 import random
@@ -34,7 +34,7 @@ WARM_UP = 64  # tokens of a prompt whose answer is not timed: it pays for thread
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one prompt. `rows`: recomputed, in sum over the forwards; None: not known."""
+    """The answer to one prompt. `rows`: recomputed rows, in sum over the forwards; None if they are not known."""
 
     tokens: list[int]
     seconds: float
@@ -44,7 +44,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Peer:
-    """One of the match. `why`: it is out, with the `status` of its rows; `about`: columns of its rows."""
+    """A peer of the match. `why`: why it is out, with the `status` of its rows; `about`: columns of its rows."""
 
     name: str
     ask: Callable[[list[int]], Answer] | None = None
@@ -53,13 +53,13 @@ class Peer:
     why: str = ""
 
     def out(self, error: Exception) -> None:
-        """It cannot go on."""
+        """Take the peer out, because of `error`."""
         self.status, self.why = "refused" if isinstance(error, RefusedError) else "failed", str(error)
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Prompts of one row. `right`: of answers, by the number of their prompt; None: there are no right ones."""
+    """Prompts of one row. `right`: True for a right answer, by its prompt's number; None if there are none."""
 
     task: str
     prompts: list[list[int]]
@@ -71,13 +71,13 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row for each of `settings["peers"]`, which has their options by name, and each task.
 
-    Beside them `settings` has "model" ("random", of "width" and "layers", with one prompt of "prompt" tokens; or one of
-    the embedded tasks, with "tasks" as in `answers`), "call" (options of `generate`), and "agree": so many peers, from
-    the first on, have failed if their answers are not, token for token, those of the first that can be had. `paths`: of
-    the models; `official`: "code" and "python".
+    Beside them `settings` has "model", "call" (options of `generate`), and "agree". The model is "random", of "width"
+    and "layers", with one prompt of "prompt" tokens, or an embedded one, with "tasks" as in `answers`. The first
+    "agree" peers fail if their answers are not, token for token, those of the first peer that can be had. `paths`:
+    paths of the models; `official`: "code" and "python".
     """
     with ExitStack() as stack:
-        with TemporaryDirectory() as folder:  # gone once all have loaded: nothing is left of who is killed later
+        with TemporaryDirectory() as folder:  # gone once all have loaded: a process that is killed later leaves nothing
             if settings["model"] == "random":
                 checkpoint, context = Path(folder), settings["prompt"] + settings["call"]["max_new_tokens"]
                 save_random(checkpoint, settings["width"], settings["layers"], context)
@@ -104,7 +104,7 @@ def measure(
 
 def rows_of(peers: list[Peer], questions: Questions, *, agree: int) -> Iterator[dict[str, Any]]:
     """All peers on one prompt before the next one: a slow spell of the machine hits all of them."""
-    peers = [replace(peer) for peer in peers]  # who cannot answer these may answer others
+    peers = [replace(peer) for peer in peers]  # a peer that cannot answer these may answer others
     answers: dict[str, list[Answer]] = {peer.name: [] for peer in peers}
     for number, prompt in enumerate([questions.prompts[0][:WARM_UP], *questions.prompts]):
         for peer in peers:
@@ -129,8 +129,8 @@ def rows_of(peers: list[Peer], questions: Questions, *, agree: int) -> Iterator[
 
 
 def figures(own: list[Answer], first: list[Answer], questions: Questions) -> dict[str, Any]:
-    """Columns: seconds, forwards and recomputed rows of a call, on average; right answers; and how many answers, and
-    which share of their tokens, are as those of the `first` peer."""
+    """Columns: seconds, forwards and recomputed rows of a call, on average; right answers. And the number of answers,
+    and the share of their tokens, that are as those of the `first` peer."""
     count, tokens = len(own), sum(len(answer.tokens) for answer in own)
     pairs = [pair for a, b in zip(own, first, strict=True) for pair in zip(a.tokens, b.tokens, strict=True)]
     row: dict[str, Any] = {
@@ -151,7 +151,7 @@ def figures(own: list[Answer], first: list[Answer], questions: Questions) -> dic
 def by_runtime(
     runtime: Runtime, peer: str, options: Mapping[str, Any] | None, call: Mapping[str, Any]
 ) -> Callable[[list[int]], Answer]:
-    """What asks the policy of that name, or "transformers". Raises `RefusedError`."""
+    """A function that asks the policy of that name, or "transformers". Raises `RefusedError`."""
     kind, _, variant = peer.partition(", ")
     with refusing():
         if kind == "transformers":
@@ -174,7 +174,7 @@ def by_runtime(
 
 
 def by_official(theirs: Official, call: Mapping[str, Any], options: Mapping[str, Any]) -> Callable[[list[int]], Answer]:
-    """What asks an official implementation."""
+    """A function that asks an official implementation."""
     return lambda prompt: Answer(**theirs.ask(prompt, call, options))
 
 

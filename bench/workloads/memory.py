@@ -1,8 +1,8 @@
 """The bytes of a call by tier and account, forward by forward: the ledger, and beside it what torch allocates.
 
-Every operation of another, equal call is watched, and storages are told apart by the module that asked for them. What
-is kept (features, rings, records and the memory that they lie in) has to agree within 1 % and a page; what passes take
-is booked before they begin, at the most that they can take, and allocations have to stay below.
+Every operation of another, equal call is watched; the module that asked for a storage tells it from others. Kept bytes
+(features, rings, records and the memory that they lie in) have to agree within 1 % and a page. Passes are booked before
+they begin, at the most that they can take, and allocations have to stay below.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +27,7 @@ from tiered.policies.base import PolicyState, Step, StepKind
 from workloads.subjects import loaded, prompts, variant_named
 
 BLOCK, STEPS, PAGE = 32, 32, 4096
-# What is kept: accounts that no pass comes and goes with, and by tier the modules that ask for their storages.
+# Kept bytes: accounts that do not come and go with passes, and by tier the modules that ask for their storages.
 KEPT = frozenset(Account) - {
     Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES
 }  # fmt: skip
@@ -44,12 +44,12 @@ class MemoryTimeline:
     """An `Inspector` that reads `ledger` after each forward.
 
     A call books the passes of a model before it begins, at the most that they can take, so `ACTIVATIONS` and `LOGITS`
-    are level; what moves is what comes and goes with records and centroids.
+    are level. Bytes move with records and centroids alone.
 
     Attributes:
-        rows: bytes by tier and account after each forward; "forward" -1: before the first.
-        widest: by tier, bytes of `KEPT` in the ledger and in `allocations` after the forward at which they differ most;
-            of equal ones, where most is held.
+        rows: bytes by tier and account after each forward; "forward" -1 is before the first.
+        widest: by tier, bytes of `KEPT` in the ledger and in `allocations` after the forward at which they differ most.
+            Of equal ones, the one with most bytes counts.
         host_peak: most bytes of the host tier after a forward.
     """
 
@@ -61,7 +61,7 @@ class MemoryTimeline:
         self._note(0, "")
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """None: see `tiered.decoding.observers.Inspector`."""
+        """No bytes: see `tiered.decoding.observers.Inspector`."""
         return {}
 
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
@@ -87,11 +87,11 @@ class MemoryTimeline:
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterable[dict[str, Any]]:
-    """Rows told apart by "about": "bytes" after each forward, "features" at the peak, "resident" (what the process grew
-    by), "check", "copies" and "drift"; of a model that is only planned, "plan" and "features".
+    """Rows, which "about" tells apart: "bytes" after each forward, "features" at the peak, "resident" (growth of the
+    process), "check", "copies" and "drift". A model that is only planned has "plan" and "features".
 
     `settings` has those of a model, "policy" (a variant's name), "options" of it, "positions" (prompt and answer),
-    "answer" (tokens) and "room": the share of what the call takes beside the weights that there is; None: no cap.
+    "answer" (tokens) and "room". That is the share of the call's bytes beside the weights that fits; None for no cap.
     """
     variant, positions, answer = variant_named(settings["policy"]), settings["positions"], settings["answer"]
     given = dict(variant.given) | settings["options"]
@@ -120,7 +120,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterabl
 
 
 def with_books(runtime: tiered.Runtime, room: float | None, prompt: Inputs, **call: Any) -> tiered.Runtime:
-    """The same with a ledger of its own, which has the weights, and a cap as `measure` says."""
+    """The runtime with a ledger of its own, which has the weights, and a cap by `room` as in `measure`."""
 
     weights, budget = weight_bytes(runtime.model.shape, "float32"), None
     if room is not None:
@@ -130,14 +130,14 @@ def with_books(runtime: tiered.Runtime, room: float | None, prompt: Inputs, **ca
 
 
 def afresh(runtime: tiered.Runtime, budget: tiered.MemoryBudget | None) -> tiered.Runtime:
-    """The same under `budget`, with no host memory of earlier calls."""
+    """The runtime under `budget`, with no host memory of earlier calls."""
     ledger = Ledger(budget)
     ledger.allocate({Account.WEIGHTS: weight_bytes(runtime.model.shape, "float32")})
     return tiered.Runtime(runtime.model, policy=runtime.policy, ledger=ledger, tokenizer=runtime.tokenizer)
 
 
 def by_account(tiers: Mapping[Tier, Mapping[Account, int]], **of: Any) -> Iterator[dict[str, Any]]:
-    """A row for each account that holds any."""
+    """A row for each account that holds bytes."""
     for tier, accounts in tiers.items():
         for account, size in accounts.items():
             if size:
@@ -153,7 +153,7 @@ def features(tiers: Mapping[Tier, Mapping[Account, int]], shape: ModelShape, pos
 
 
 def checks(runtime: tiered.Runtime, prompt: Inputs, **call: Any) -> list[dict[str, Any]]:
-    """What a call holds by the ledger, beside what torch allocates while it runs."""
+    """Bytes of a call by the ledger, beside bytes that torch allocates while it runs."""
     runtime = afresh(runtime, runtime.ledger.budget)
     with Allocations() as allocations:
         kept = MemoryTimeline(runtime.ledger, allocations)
@@ -173,7 +173,7 @@ def _without_weights(runtime: tiered.Runtime, out: GenerationOutput) -> int:
 
 
 def check(tier: str, what: str, ledger: int, allocator: int, *, allowed: int | None) -> dict[str, Any]:
-    """`allowed` None: the allocator has to stay below the ledger, which books passes at the most that they take."""
+    """`allowed`: bytes of difference; None if the allocator has to stay below the ledger, because passes are in it."""
     difference = allocator - ledger
     agrees = difference <= 0 if allowed is None else abs(difference) <= allowed
     row = {"about": "check", "tier": str(tier), "what": what, "ledger": ledger, "allocator": allocator}
@@ -183,7 +183,7 @@ def check(tier: str, what: str, ledger: int, allocator: int, *, allowed: int | N
 
 
 def copies(out: GenerationOutput) -> Iterator[dict[str, Any]]:
-    """What each layer's fetches took, and what of it compute waited for."""
+    """The time of each layer's fetches, and the parts of it that compute hid, and waited for."""
     for layer, ways in sorted(out.tiers.layers.items()) if out.tiers is not None else ():
         if (way := ways[Lane.FETCH]).jobs:
             times = {"busy_ms": way.busy_ns, "hidden_ms": way.hidden_ns, "exposed_ms": way.exposed_ns}

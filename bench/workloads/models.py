@@ -17,7 +17,7 @@ from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.weight_form import RAW_WEIGHTS
 
 VOCABULARY = 8192
-STD = 0.02  # of random weights
+STD = 0.02  # standard deviation of random weights
 AnyModel = TypeVar("AnyModel", bound=DiffusionModel)
 
 
@@ -29,12 +29,12 @@ def weights(model: str) -> dict[str, str]:
 
 
 def paths(models: Sequence[str]) -> Mapping[str, str]:
-    """Where the models are, by the name that settings have: only this machine knows."""
+    """Paths of the models, which only this machine knows, by the name that settings have."""
     return {Path(model).name: model for model in models}
 
 
 def local(axes: Mapping[str, Any]) -> dict[str, Any]:
-    """What a study of models knows of this machine alone."""
+    """The `local` of a study of models."""
     return {"paths": paths(axes["model"])}
 
 
@@ -54,7 +54,7 @@ def drawn(model: AnyModel, std: float = STD) -> AnyModel:
 
 
 def in_records(model: AnyModel) -> AnyModel:
-    """The same model with the matrices of each dense layer in one piece of memory, where loading puts them."""
+    """The same model with the matrices of each dense layer in one piece of memory, as loading puts them."""
     records = WeightRecords(model, model.wte.weight.dtype, RAW_WEIGHTS)
     for layer in records.layers:
         record = torch.empty(records.layer.nbytes, dtype=torch.uint8)
@@ -66,7 +66,7 @@ def in_records(model: AnyModel) -> AnyModel:
 
 def save_random(directory: Path, width: int, layers: int, context: int) -> None:
     """As `random_model`, written in the layout of Hugging Face that the official code reads. Its logits have a standard
-    deviation of about 4, so that what is ranked does not hang on rounding, and it never answers with a mask."""
+    deviation of about 4, so that rounding decides no ranking, and it never answers with a mask."""
     model = random_model(width, layers, context)
     std = {"wte.weight": 1.0, "ff_out.weight": 4 * width**-0.5}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where the time of a call goes, by operation, beside the floor that its sizes dictate."""
+"""The time of a call by operation, beside the floor of its sizes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -49,7 +49,7 @@ def floor(work: ForwardWork, rates: Rates) -> float:
 
 
 def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """What the sizes of a plain step over one block and of a refresh dictate, and the least that they take here."""
+    """FLOPs and bytes of a plain step over one block and of a refresh, and the least time that they take here."""
     rates = machine_rates(runtime.device, runtime.dtype)
     found = {"gflop_per_second": rates.flops_per_second / 1e9, "gb_per_second": rates.bytes_per_second / 1e9}
     sizes = {"batch": settings["batch"], "context": positions, "dtype": settings["dtype"]}

@@ -1,4 +1,4 @@
-"""Selectors that know an uncached forward: they choose by what its keys and values would change."""
+"""Selectors that know an uncached forward: they choose by the changes that its keys and values would make."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ from workloads.selectors import BlockLayer, Highest, Look, Scores, Selector
 from workloads.uncached import layers_of, new_store, uncached_forward
 
 KEPT = (Feature.KEY, Feature.VALUE)
-PASSES_AT_ONCE = 32  # of the block, each over keys and values of its own
+PASSES_AT_ONCE = 32  # passes over the block, each with keys and values of its own
 
 
 class Oracle(Highest):
-    """Rows whose uncached keys and values change the attention branch of the block's pending rows most, each row alone
-    in place of its cached ones: squares over layers and pending rows, over those of the residual stream behind it."""
+    """Rows whose uncached keys and values change the attention branch of the block's pending rows most, each row alone.
+    A change is its squares over layers and pending rows, over those of the residual stream behind it."""
 
     def scores(self, look: Look) -> Scores:
         step, model = look.step, look.forward.model
@@ -31,9 +31,9 @@ class Oracle(Highest):
         return torch.stack(sums).sum(0)
 
     def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Scores:
-        """Of every row in one layer. With p the weight of a row, o the output, and e how many times its new score makes
-        its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e). What moves is a sum of v′, v and o
-        with weights by row, so each goes through the output projection once."""
+        """The change by every row in one layer. p is the weight of a row, o the output, and e the growth of the row's
+        share of the sum by its new score. The output becomes (o − p v + p e v′) / (1 − p + p e). The change is a sum of
+        v′, v and o with weights by row, so each goes through the output projection once."""
         model, layer = look.forward.model, of.layer
         shape, sharing, pending = model.shape, model.shape.heads // model.shape.kv_heads, look.pending
         # Places of the pending rows, and of others behind them in sequences that have fewer, which count nothing.

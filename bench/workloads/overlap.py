@@ -1,8 +1,8 @@
-"""What of the copies an update hides, with copies slowed down to a GPU's link beside this machine's attention.
+"""Copies that an update hides, slowed down to a GPU's link beside this machine's attention.
 
-On a GPU, the attention of a block over a long context takes as long as reading the keys and values, and a copy as long
-as its bytes over the link. Their ratio follows from data sheets; the attention of the model is timed here, and the link
-is slowed down until one layer's copy takes the same share of it.
+On a GPU, the attention of a block over a long context takes as long as reading the keys and values. A copy takes as
+long as its bytes over the link. Their ratio follows from data sheets. The attention of the model is timed here, and the
+link is slowed down until one layer's copy takes the same share of it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts
 from workloads.timing import Timing
 
-# Bytes a second: of the memory, from data sheets; of the link, what pinned copies reach of 31.5 and 63 GB/s.
+# Bytes a second: of the memory, from data sheets; of the link, as pinned copies reach of 31.5 and 63 GB/s.
 GPUS = {
     "PCIe 4 beside 1008 GB/s (RTX 4090)": (1.008e12, 25e9),
     "PCIe 5 beside 3350 GB/s (H100)": (3.35e12, 52e9),
@@ -40,7 +40,7 @@ def copy_over_attention(context: int, memory: float, link: float) -> float:
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """A row for each layer that fetches, and first one for all (`layer` -1), of a call that updates at every other
-    step. `settings`: those of a model, "positions", "answer" (one block), "steps" and "link"."""
+    step. `settings` has those of a model, "positions", "answer" (one block), "steps" and "link"."""
     ratio = copy_over_attention(settings["positions"], *GPUS[settings["link"]])
     with refusing():
         runtime = loaded(settings, paths, settings["positions"])

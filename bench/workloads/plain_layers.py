@@ -1,4 +1,4 @@
-"""Plain layers of dense families: what they launch, and the time of their Python without kernels.
+"""Plain layers of dense families: their launches, and the time of their Python without kernels.
 
 Models are so small that their arithmetic does not count. A step has eight rows of 24 columns.
 """
@@ -36,7 +36,7 @@ from workloads.models import in_records
 
 COLUMNS, BLOCK = 24, 8
 ROWS = Rows.span(8, 16)
-LAYERS = 17  # that are timed; the last one does less
+LAYERS = 17  # of the timed model; the last one does less, and is not timed
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125, "torch_dtype": "bfloat16"}
 _OFFICIAL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -84,8 +84,8 @@ def pass_of(rows: Rows) -> Pass:
 
 
 def launches(family: str, rows: Rows = ROWS) -> tuple[Counter[int | None], int]:
-    """Launches of a plain step of a model in bfloat16, by layer, None for those outside of layers; and the host's reads
-    inside layers."""
+    """Launches of a plain step of a model in bfloat16, by layer, None for launches outside of layers; and the host's
+    reads inside layers."""
     forward = forward_of(in_records(model_of(family).to(torch.bfloat16)))
     with torch.no_grad(), counting() as found, found.span(Op.FORWARD):
         forward.logits(pass_of(rows))
@@ -98,10 +98,10 @@ def launches(family: str, rows: Rows = ROWS) -> tuple[Counter[int | None], int]:
 def host_time(family: str, *, rounds: int) -> dict[str, Any]:
     """The median time of a plain layer's Python, and of as many bare launchers, which take turns.
 
-    `without_kernels` says what is left out. The rest is as on CUDA: the layer path, the launchers of kernels up to the
-    launch, their checks and the memory of their results, and torch's operations, products among them. These products
-    are of 8 rows and matrices of 32 x 96, and compute. The bare launcher is that of `gate_mul` for one element, the
-    smallest one. Time is that of the calling thread, so a busy machine lengthens it little.
+    `without_kernels` leaves kernels out. The rest is as on CUDA: the layer path, the launchers of kernels up to the
+    launch, and torch's operations. Checks and the memory of results are a part of it. Products, of 8 rows and matrices
+    of 32 x 96, are computed. The bare launcher is that of `gate_mul` for one element, the smallest one. Time is that of
+    the calling thread, so a busy machine lengthens it little.
     "calls" of functions in a layer are the same on every machine.
     """
     launched = launches(family)[0][0]
@@ -125,7 +125,7 @@ def host_time(family: str, *, rounds: int) -> dict[str, Any]:
         return (time.thread_time_ns() - began) / (LAYERS - 1)
 
     with torch.inference_mode(), without_kernels():
-        # The first round pays for what is made once.
+        # The first round pays for objects that are made once.
         times = [(of_layers(), of_launchers()) for _ in range(rounds + 1)][1:]
         calls = counted_calls(of_layers) / (LAYERS - 1)
     layer, launchers = (median(of) / 1e3 for of in zip(*times, strict=True))
@@ -151,8 +151,8 @@ def counted_calls(run: Callable[[], object]) -> int:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Let tensors of the host go the way of those on CUDA, but start no kernel: `tiered.kernels.launch.launch` does
-    nothing, so what a kernel would write stays as it was. Products are torch's own."""
+    """Let tensors of the host go the way of those on CUDA, but start no kernel. `tiered.kernels.launch.launch` does
+    nothing, so memory that a kernel would write stays as it was. Products are torch's own."""
     changed: dict[str, Callable[[Any], Any]] = {
         "launch": lambda original: _nothing,
         "for_device": lambda original: lambda reference, device: original(reference, CUDA),

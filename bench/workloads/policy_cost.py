@@ -1,4 +1,4 @@
-"""What a policy's steps, refreshes, updates and whole run cost, beside a full pass and the dual cache."""
+"""Costs of a policy's steps, refreshes, updates and whole run, beside a full pass and the dual cache."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
@@ -15,7 +15,7 @@ from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts, variant_named
 from workloads.timing import Timing
 
-BLOCK_FORWARDS = 7  # of the block-only call, whose steps are all alike
+BLOCK_FORWARDS = 7  # forwards of the block-only call, whose steps are all alike
 KINDS = (StepKind.REFRESH, StepKind.UPDATE, StepKind.STEP)  # of policies for canvases
 TIMED = (
     *(f"{kind.value}_{figure}" for kind in KINDS for figure in ("ms", "over_full", "over_floor")),
@@ -24,7 +24,7 @@ TIMED = (
 
 
 class Pass(NamedTuple):
-    """A forward with its commit. `chosen_ms`: to choose rows, and in all layers but the last, that of the logits."""
+    """A forward with its commit. `chosen_ms`: ms to choose rows, and in all layers except the last, that of logits."""
 
     kind: StepKind
     rows: float
@@ -89,7 +89,7 @@ def block_only(runtime: Runtime, settings: Mapping[str, Any], rows: int) -> list
 def of_kind(kind: StepKind, own: Sequence[Pass], positions: int, full_ms: float) -> dict[str, Any]:
     """Rows and time of a kind of forward, over a full pass, and over the share of the positions that it recomputes."""
     ms = median(each.ms for each in own)
-    # Forward by forward, since a policy's rows may differ from one to the next.
+    # Forward by forward, because a policy's rows may differ from one to the next.
     over_floor = median(each.ms / each.rows for each in own) * positions / full_ms
     figures = {"forwards": len(own), "rows": median(each.rows for each in own), "ms": ms, "over_full": ms / full_ms}
     return {f"{kind.value}_{name}": figure for name, figure in (figures | {"over_floor": over_floor}).items()}
@@ -110,7 +110,7 @@ def whole_run(run: GenerationOutput, duals: Sequence[GenerationOutput], full_ms:
 
 
 def overhead(plain: Sequence[Pass], beside: Sequence[Pass], layers: int) -> dict[str, float]:
-    """What it costs to select, gather and scatter: of a layer of a plain step, over one of the block-only step."""
+    """The cost of selecting, gathering and scattering rows: a layer of a plain step over one of the block-only step."""
     if not plain or layers < 2:
         return {}
     own, block = (median(each.chosen_ms for each in steps) / (layers - 1) for steps in (plain, beside))

@@ -15,8 +15,8 @@ BATCH_ROWS = 2048
 
 @dataclass(slots=True)
 class Scores:
-    """Of each example, in their order: whether its answer was exactly right, its forwards and its TPF (end-of-sequence
-    and padding not counted)."""
+    """Results of each example, in their order: whether its answer was exactly right, its forwards and its TPF
+    (end-of-sequence and padding not counted)."""
 
     right: list[bool] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list, repr=False)
@@ -46,10 +46,10 @@ def score_examples(
     """Answer `examples` under the runtime's policy and compare.
 
     Args:
-        runtime: a model with the embedded tokenizer, or what has a `generate` like a `Runtime`'s.
+        runtime: a model with the embedded tokenizer, or an object with a `Runtime`'s `generate`.
         max_new_tokens: canvas of every example.
-        batch: examples of a call, fewer in the last; None: as many as fill the cores.
-        seed: of what is drawn, such as the noise that answers begin as; the n-th shortest prompt has seed + n.
+        batch: examples of a call, fewer in the last; None for as many as fill the cores.
+        seed: seed of draws, such as the noise that answers begin as; the n-th shortest prompt has seed + n.
         watch: called with the output of each batch.
         **options: more options of `Runtime.generate`.
     """
@@ -58,7 +58,7 @@ def score_examples(
     found: dict[int, tuple[bool, int, float]] = {}
     for own in _batches(examples, max_new_tokens, batch):
         chats = [[{"role": "user", "content": examples[number].prompt}] for number in own]
-        # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
+        # An example has its own seed, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
         out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(found), **options)
         assert out.text is not None, "the runtime has no tokenizer"
         right = (score(examples[number], text) for number, text in zip(own, out.text, strict=True))

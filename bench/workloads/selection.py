@@ -62,10 +62,10 @@ class Selecting(Policy):
 
     Attributes:
         selector: name in `SELECTORS`.
-        share: of the rows outside the block that an update renews, from 0 (no update) to 1 (all of them).
+        share: share of the rows outside the block that an update renews, from 0 (no update) to 1 (all of them).
         interval: commits since the block's refresh or the last update that call for an update, of the sequence that
             commits most.
-        seed: of what the selector draws for the first sequence; the n-th one behind it has seed + n.
+        seed: seed of the selector's draws for the first sequence; the n-th one behind it has seed + n.
     """
 
     name: ClassVar[str] = "selecting"
@@ -119,8 +119,8 @@ class Renewing(PolicyState):
         self._selector.keep(sequences)
 
     def _program(self, step: Step, *, renewing: int = 0) -> Callable[[Forward, int, Pass], Pass]:
-        """The layers of a refresh, or of an update that is `renewing` so many rows. An update chooses before its first
-        layer, by all that the cache holds."""
+        """The layers of a refresh, or of an update that renews `renewing` rows. An update chooses before its first
+        layer, by the whole cache."""
 
         def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
             if renewing and layer == 0:

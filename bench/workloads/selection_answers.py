@@ -36,15 +36,15 @@ REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
 # Polestar's rules: in front of C, "auto", or "rows" for a cluster of each row.
 RULES: Mapping[str, str] = {"polestar-": "polestar", "fresh-": "polestar-fresh"}
 ALONE = "oracle_output"  # an arm whose calls have one prompt
-PROMPTS_AT_ONCE = 8  # of equally many tokens
-# A share is asked no more once its interval of right answers is as narrow as that of 200 prompts at its widest, where
-# half of them are right. Looked at after so many prompts each.
+PROMPTS_AT_ONCE = 8  # of a call, with equally many tokens
+# A share is asked no more once its interval of right answers is as narrow as that of 200 prompts half of which are
+# right. Prompts between two looks at it.
 NARROW, LOOK = 0.14, 25
 ATTENDED = "attended"  # the policy: it updates in every step, and begins as many blocks with a refresh as the others
 
 
 def check_arm(name: str) -> None:
-    """Raise `ValueError` for an arm that there is not."""
+    """Raise `ValueError` for an unknown arm."""
     for rule in RULES:
         clusters = name.removeprefix(rule)
         if name.startswith(rule) and (clusters in ("auto", "rows") or (clusters.isdecimal() and int(clusters))):
@@ -56,8 +56,8 @@ def check_arm(name: str) -> None:
 
 
 def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequence[int]) -> Policy:
-    """The policy of an arm in a call with `areas`, the rows in front of a block and behind it; an update renews `share`
-    of them. Of Polestar M is the number of clusters that have as many rows on average, and at least 1."""
+    """The policy of an arm in a call with `areas`, the numbers of rows in front of a block and behind it. An update
+    renews `share` of them. Polestar's M is the number of clusters with as many rows on average, and at least 1."""
     if arm == NONE:
         return make_policy(NONE)
     rows = sum(areas)
@@ -70,7 +70,7 @@ def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequen
     clusters = arm.removeprefix(rule)
     count = rows if clusters == "rows" else auto_clusters(*areas) if clusters == "auto" else min(int(clusters), rows)
     given = clusters if clusters in ("auto", "rows") else count
-    # Its T is what is no update yet, and its members are as they are, so that no code blurs what is compared.
+    # Its T is one commit below an update, and its members are raw, so that no code blurs the comparison.
     top_m = renewed_rows(share, count)
     return make_policy(RULES[rule], clusters=given, top_m=top_m, update_threshold=interval - 1, codec="raw")
 
@@ -78,11 +78,10 @@ def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequen
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:
     """A row for each of `settings["shares"]` (per cent; None for an arm without one).
 
-    Beside them `settings` has "model", "task", "size" (of its examples; None: as they come), "split", "prompts" (how
-    many at most), "kl_prompts" (of them, the first ones, whose logits are compared), "selector" (the arm), "interval",
-    "seed", and "call" (options of `generate`). "right": of each prompt 1 or 0, by which arms are paired; "renewed": the
-    share of the rows outside the block that an update renewed, on average over updates and layers; "kl": see
-    `forced_kl`.
+    Beside them `settings` has "model", "task", "size" (of its examples; None for drawn sizes), "split", "selector" (the
+    arm), "interval", "seed", and "call" (options of `generate`). "prompts" is their largest number; logits of the first
+    "kl_prompts" are compared. A row has "right", 1 or 0 for each prompt, by which arms are paired. For "renewed" see
+    `renewed_share`, for "kl" see `forced_kl`.
     """
     with refusing():
         runtime = tiered.from_pretrained(paths[settings["model"]], policy=NONE, device=settings["device"])
@@ -109,8 +108,8 @@ class Asked:
 
 
 def asked_together(runtime: Runtime, settings: Mapping[str, Any], first: int) -> Iterator[list[Asked]]:
-    """The prompts in order, from the `first` one to the next look; those of a call have equally many tokens, and their
-    logits are all compared or not."""
+    """The prompts in order, from the `first` one to the next look. Prompts of a call have equally many tokens, and
+    their logits are all compared or not."""
 
     def asked(number: int) -> Asked:
         seed, compared = settings["seed"] + number, number < settings["kl_prompts"] and settings["selector"] != NONE
@@ -150,7 +149,7 @@ def add_answers(
 
 @dataclass(slots=True)
 class Figures:
-    """Of every prompt, in order; "updates" and "renewed" are of its call, the second only if there was one."""
+    """Figures of every prompt, in order. "updates" and "renewed" are of its call, the second if it had an update."""
 
     right: list[bool] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -162,7 +161,7 @@ class Figures:
     def add(
         self, examples: Sequence[tasks.Example], out: GenerationOutput, prompt: int, block: int, counted: float
     ) -> None:
-        """Count the answers to prompts of so many tokens, in blocks of so many; `counted` as in `renewed_share`."""
+        """Count the answers to prompts of `prompt` tokens, in blocks of `block`; `counted` as in `renewed_share`."""
         assert out.text is not None, "embedded models have a tokenizer"
         count, updates = len(examples), out.steps_by_kind.get("update", 0)
         self.right += [tasks.score(*each) for each in zip(examples, out.text, strict=True)]
@@ -173,7 +172,7 @@ class Figures:
             self.renewed += [renewed_share(out, block, counted)] * count
 
     def narrow(self) -> bool:
-        """Whether the share of right answers is known well enough."""
+        """True if the share of right answers is known well enough."""
         low, high = interval(sum(self.right), len(self.right)) if self.right else (0, 1)
         return high - low <= NARROW
 
@@ -190,9 +189,9 @@ class Figures:
 
 
 def renewed_share(out: GenerationOutput, block: int, counted: float) -> float:
-    """The share of the rows outside a block that an update renews, on average over updates and over layers behind the
-    first, whose keys and values are those of tokens and never stale. `counted`: the share of these rows that the output
-    counts."""
+    """The share of the rows outside a block that an update renews, on average over updates and layers. The first layer
+    does not count: its keys and values are those of tokens and never stale. `counted`: share of the renewed rows that
+    the output counts."""
     rows, forwards, length = sum(out.rows_per_step), out.num_forwards, out.sequences.shape[1]
     refreshes, updates = out.steps_by_kind.get("refresh", 0), out.steps_by_kind["update"]
     beside = (rows - refreshes * length - (forwards - refreshes) * block) / counted
@@ -201,9 +200,9 @@ def renewed_share(out: GenerationOutput, block: int, counted: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """A forward of a call: its logits, what those of `none` were (its own, of a call that nothing forces), which of
-    their tokens were pending, and the numbers of its sequences. A sequence that has ended, and waits for the others of
-    its block, has none pending."""
+    """A forward of a call: its logits, those of `none`, the pending tokens, and the numbers of its sequences. `none` is
+    its own logits in a call that is not forced. A sequence that has ended, and waits for the others of its block, has
+    no token pending."""
 
     logits: Float[Tensor, "batch block vocab"]
     none: Float[Tensor, "batch block vocab"]
@@ -212,7 +211,7 @@ class Forced:
 
 
 class Active:
-    """An inspector that collects which sequences were in a forward."""
+    """An inspector that collects the active sequences of each forward."""
 
     def __init__(self) -> None:
         self.seen: list[Bool[Tensor, " batch"]] = []
@@ -256,8 +255,8 @@ def forced(runtime: Runtime, chats: Any, call: Mapping[str, Any], none: Sequence
 
 
 def forced_kl(seen: Sequence[Forced]) -> list[float]:
-    """KL of an arm's distribution of a token from that of `none`, on the canvases of `none`, by sequence: the mean over
-    the pending tokens of a forward, and then over forwards."""
+    """KL of an arm's distribution of a token from that of `none`, on the canvases of `none`, by sequence. It is the
+    mean over the pending tokens of a forward, and then over forwards."""
     found: dict[int, list[float]] = {number: [] for number in seen[0].numbers}
     for each in seen:
         for number, kl, pending in zip(each.numbers, token_kl(each.none, each.logits), each.pending, strict=True):

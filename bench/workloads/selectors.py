@@ -1,7 +1,7 @@
-"""Which rows outside the block an update renews: by chance, in turn, by attention, or by drift.
+"""Selectors of the rows outside the block that an update renews: by chance, in turn, by attention, or by drift.
 
-A selector that looks at attention or drift runs the block over the cache as it stands first, and writes its keys and
-values, which the update writes anew. So it decides on the tokens of now.
+A selector by attention or drift first runs the block over the cache as it stands, and writes its keys and values. The
+update writes them anew. So the selector decides by the present tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -35,7 +35,7 @@ class BlockLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a selector may look at before an update."""
+    """The state that a selector may read before an update."""
 
     forward: Forward
     step: Step
@@ -74,7 +74,7 @@ class Look:
         forward.enter(0)
 
     def weights(self, of: BlockLayer) -> Float[Tensor, "batch heads rows length"]:
-        """What the attention of the block gives each column."""
+        """Attention weights of the block's rows, by column."""
         model, keys = self.forward.model, self.forward.keys(of.layer)
         cap, sinks = model.shape.soft_cap, model.sink_keys(of.layer)
         return attention_weights(of.queries, keys, None, soft_cap=cap, sink_keys=sinks)[0]
@@ -84,7 +84,7 @@ class Selector(ABC):
     """Chooses rows in one call, of each sequence by itself; a function of the call and of its seed.
 
     Attributes:
-        draws: of each sequence, from the first block on.
+        draws: generator of each sequence, from the first block on.
     """
 
     def __init__(self, seed: int) -> None:
@@ -115,11 +115,11 @@ class Highest(Selector):
 
     @abstractmethod
     def scores(self, look: Look) -> Scores:
-        """By column; those of the block have no meaning."""
+        """Scores by column; those of the block have no meaning."""
 
 
 class Random(Highest):
-    """Any rows."""
+    """Random rows."""
 
     def scores(self, look: Look) -> Scores:
         drawn = [torch.rand(look.forward.length, generator=own) for own in self.draws]
@@ -127,7 +127,7 @@ class Random(Highest):
 
 
 class RoundRobin(Selector):
-    """Columns in order, on from the last one chosen, and from the first one behind the last one."""
+    """Columns in order, from the last chosen one on; the first column follows the last one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -142,7 +142,7 @@ class RoundRobin(Selector):
 
 
 class Oldest(Random):
-    """Rows that were renewed longest ago; of equals any."""
+    """Rows that were renewed longest ago; random ones of equal age."""
 
     def begin(self, batch: int, length: int) -> None:
         super().begin(batch, length)
@@ -177,7 +177,7 @@ class PendingAttention(Attention):
 
 
 class LayerAttention(PendingAttention):
-    """The same in one layer alone."""
+    """Rows with most attention from pending rows in one layer alone."""
 
     def __init__(self, seed: int, *, layer: int) -> None:
         super().__init__(seed)
@@ -189,8 +189,8 @@ class LayerAttention(PendingAttention):
 
 
 class Drift(Highest):
-    """Rows whose attention has drifted most since the last update, in the mean over heads and layers: Polestar's drift
-    of clusters that have one row each. The last layer's attention of a row is read by no other row, and is left out."""
+    """Rows whose attention has drifted most since the last update, the mean over heads and layers. It is Polestar's
+    drift of clusters of one row. No other row reads the last layer's attention of a row, so it is left out."""
 
     of_output: ClassVar[bool] = False
 
@@ -222,7 +222,7 @@ class Drift(Highest):
         return torch.stack([self.drift(look, of.layer) for of in look.layers() if of.layer in self._queries]).mean(0)
 
     def drift(self, look: Look, layer: int) -> Scores:
-        """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
+        """The drift of every row in `layer`, once the block's keys are written there: nothing else has changed."""
         attended, reference = LayerKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
         return reference.measured(self._queries[layer], attended, changed, anew=True)[0]

@@ -1,5 +1,5 @@
-"""How often the host reads what the device has in rounds of a scheduler, and what a layer of them launches, counted as
-`workloads.launches` counts."""
+"""Reads of the device by the host in rounds of a scheduler, and launches of a layer of them, counted as in
+`workloads.launches`."""
 
 from collections import Counter
 from statistics import mean, median
@@ -19,11 +19,11 @@ PROMPTS = (16, 24)  # tokens, in turns
 
 
 def measure(family: str, policy: str, *, requests: int) -> dict[str, Any]:
-    """Reads of a round in which all `requests` run, in the middle and at most; forwards of a round, launches of their
-    first layer, and reads of a round by range and name, on average.
+    """Reads of a round in which all `requests` run: the median and the largest number. And means of its forwards, of
+    the launches of their first layer, and of its reads by range and name.
 
-    Requests of one block come at once, and one token of each is committed in a step. All that a round does counts:
-    forwards, proposals and commits, and blocks that begin and end.
+    Requests of one block come at once, and one token of each is committed in a step. The whole round counts: forwards,
+    proposals and commits, and blocks that begin and end.
     """
     runtime = Runtime(model_of(family, layers=2), policy=make_policy(policy), name="random")
     generator = torch.Generator().manual_seed(0)

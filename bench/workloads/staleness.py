@@ -1,4 +1,4 @@
-"""How far the cached keys and values are from those of an uncached forward, while answers are made: token drift error.
+"""Token drift error: distances of cached keys and values from those of an uncached forward, while answers are made.
 
 After each forward the canvas that it read goes through the model once more, all rows of it. The distance of a cached
 vector from the recomputed one is 1 - cos. It is the quantity of Polestar's Figure 1. See docs/analysis.md.

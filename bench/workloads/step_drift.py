@@ -1,4 +1,4 @@
-"""By area of the canvas: how far keys and values move from one step to the next, and where the block's attention goes.
+"""Moves of keys and values from one step to the next, and the block's attention, by area of the canvas.
 
 Both are figures of the uncached model, whichever policy answers: after each forward the canvas that it read goes
 through the model once more. They are the quantities of Barry, "Block-Wise KV Caching for Uniform Diffusion Language
@@ -38,7 +38,7 @@ def measure_step_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any
     """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure the model at every step.
 
     The policy decides the tokens of the canvases, and nothing else. Distances are those of a row from the same row one
-    step before; attention is the share of the weights that the block's rows spend on an area.
+    step before. Attention is the share of the weights that the block's rows spend on an area.
 
     Raises:
         TierCapacityError: the call and the forward beside it do not fit the budget; no work has started.
@@ -103,12 +103,12 @@ class StepDriftInspector:
 
 
 class _BlockAttention(Forward):
-    """A forward that sums up where the attention of a step's block goes, layer by layer."""
+    """A forward that sums up the attention of a step's block by area, layer by layer."""
 
     masses: Float64[Tensor, "layers batch masses"]  # sums over heads and rows
 
     def look_at(self, step: Step, spans: list[tuple[int, int]]) -> None:
-        """Before the first layer."""
+        """Called before the first layer."""
         self._block, self._spans = (step.start, step.stop), spans
         sizes = self.model.shape.layers, step.canvas.batch, len(MASSES)
         self.masses = torch.zeros(sizes, dtype=torch.float64, device=step.canvas.tokens.device)

@@ -1,4 +1,4 @@
-"""A random model in files, and a runtime of it whose layers stream where and over what is said."""
+"""A random model in files, and a runtime of it whose layers stream under a budget, over a transport."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,13 +37,13 @@ def random_files(width: int, layers: int, context: int) -> Iterator[Path]:
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """Of the model in `folder`."""
+    """The shape of the model in `folder`."""
     config = read_config(folder)
     return family_of(config).shape(config)
 
 
 def sizes_of(shape: ModelShape, context: int, form: WeightForm, *, block: int | None = None) -> CallShape:
-    """Of a call of one sequence of `context` positions whose answer is a `block`; None: of one plain forward."""
+    """Sizes of a call of one sequence of `context` positions whose answer is a `block`; None for one plain forward."""
     return CallShape(
         shape=shape, batch=1, context=context, block_length=block or context, answer=block, dtype=shape.dtype,
         weights=form,
@@ -58,7 +58,7 @@ def all_streamed(policy: Policy, sizes: CallShape) -> int:
 
 
 def least_host(sizes: CallShape) -> int:
-    """The host bytes in which streamed layers just pass by: a ring, and the one that a code is written through."""
+    """The host bytes in which streamed layers just pass by: a ring, and the slot through which a code is written."""
     slot = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights).slot_bytes
     return (LOAD_SLOTS + (sizes.weights.code is not None)) * slot
 

@@ -1,4 +1,4 @@
-"""A model and what it is asked: an embedded model and lookups, or a random model and random tokens."""
+"""A model and its prompts: an embedded model and lookups, or a random model and random tokens."""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -24,7 +24,7 @@ SIZES: Axes = {"model": [RANDOM], "width": [512], "layers": [8]}  # the axes of 
 
 def points_of(axes: Axes, *names: str) -> Iterator[dict[str, Any]]:
     """Settings: each of `axes["model"]` under all values of the axes `names`, those of the last one next to each other.
-    Raises `ValueError` for a policy that there is not, and where an answer leaves no room to ask."""
+    Raises `ValueError` for an unknown policy, and for an answer that leaves no room for a prompt."""
     for name in axes.get("policy", ()):
         variant_named(name)
     for model, values in product(_models(axes), product(*(axes[name] for name in names))):
@@ -35,7 +35,7 @@ def points_of(axes: Axes, *names: str) -> Iterator[dict[str, Any]]:
 
 
 def _models(axes: Axes) -> Iterator[dict[str, Any]]:
-    """A model's settings: the hash of its weights, the sizes of a random one, and of what is only planned its name."""
+    """A model's settings: the hash of its weights, the sizes of a random one, or the name of a planned one alone."""
     for model in axes["model"]:
         if model != RANDOM:
             yield {"model": model} if model in preset_names() else weights(model)
@@ -46,7 +46,7 @@ def _models(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def local(axes: Axes) -> dict[str, Any]:
-    """Where the models are: a study's `local`."""
+    """The paths of the models: a study's `local`."""
     return {"paths": paths([model for model in axes["model"] if model not in (RANDOM, *preset_names())])}
 
 
@@ -70,7 +70,7 @@ def loaded(settings: Mapping[str, Any], paths: Mapping[str, str], positions: int
 
 
 def prompts(settings: Mapping[str, Any], context: int, batch: int = 1) -> Inputs:
-    """Of `context` tokens each; ids [batch, context] for a random model."""
+    """Prompts of `context` tokens each; ids [batch, context] for a random model."""
     seed = settings["seed"]
     if settings["model"] == RANDOM:
         draws = torch.Generator().manual_seed(seed)

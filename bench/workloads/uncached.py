@@ -147,8 +147,8 @@ def cosine_distances(
 ) -> Float[Tensor, "sequences length"]:
     """1 − cos of each column's vectors, the mean over heads, in float32, a part of the columns at a time.
 
-    Computed as |u − v|² / 2 of the unit vectors: the same number, but 0 where both are the same and never below, while
-    1 − cos rounds to steps of 6e-8.
+    It is computed as |u − v|² / 2 of the unit vectors, which is the same number. It is 0 if both are the same and never
+    below, while 1 − cos rounds to steps of 6e-8.
     """
     distances = torch.empty(left.shape[0], left.shape[2], device=left.device)
     for part in parts_of(left.shape[2], part_rows(len(left))):

@@ -34,8 +34,8 @@ def measure(
 
     Args:
         settings: "policies" has, by the name of its rows, a policy's name and its options.
-        before: the root of an earlier checkout; None: there is none.
-        official: "code" and "python", None where it is not asked.
+        before: root of an earlier checkout; None for no checkout.
+        official: "code" and "python"; None if it is not asked.
     """
     if settings["part"] == "launches":
         yield from launches(settings["policies"], before)
@@ -55,7 +55,7 @@ def seconds(
     prompt, policies = [draws.randrange(VOCABULARY - 8) for _ in range(settings["prompt"])], settings["policies"]
     call = {"max_new_tokens": answer, "block_length": BLOCK, "steps": settings["blocks"] * settings["steps"]}
     with ExitStack() as stack:
-        with TemporaryDirectory() as folder:  # gone once all have loaded: nothing is left of who is killed later
+        with TemporaryDirectory() as folder:  # gone once all have loaded: a process that is killed later leaves nothing
             checkpoint = Path(folder)
             save_random(checkpoint, settings["width"], settings["layers"], len(prompt) + answer)
             roots = [ROOT] if before is None else [Path(before), ROOT]
@@ -97,8 +97,8 @@ def seconds(
 
 
 class Theirs:
-    """An official implementation: asked once a round, whichever policies stand beside it. One that cannot be had, or
-    breaks, ends alone."""
+    """An official implementation, asked once a round, whichever policies stand beside it. If it cannot be had, or
+    breaks, it ends alone."""
 
     def __init__(self, name: str, options: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         """`options` under its own names; `call`: options of `Runtime.generate`."""
@@ -107,7 +107,7 @@ class Theirs:
         self._columns: dict[str, Any] = {"official": name}
 
     def load(self, stack: ExitStack, checkpoint: Path, warm_up: list[int], **where: Any) -> None:
-        """Start it; `where`: as `Official` takes it."""
+        """Start it; `where`: keywords of `Official`."""
         with self._ending():
             if self._name == "polestar" and self._call["steps"] < self._call["max_new_tokens"]:
                 raise RefusedError("it commits one token a step, or by a threshold")
@@ -116,14 +116,14 @@ class Theirs:
             self._official = official
 
     def ask(self, prompt: list[int]) -> None:
-        """Unless it was asked."""
+        """Ask it, unless it was asked."""
         if self._official is not None and "official_seconds" not in self._columns:
             with self._ending():
                 answer = self._official.ask(prompt, self._call, self._options)
                 self._columns |= {"official_seconds": answer["seconds"], "commits": self._official.about["commits"]}
 
     def columns(self, seconds: float) -> dict[str, Any]:
-        """Of the row of a policy that took `seconds`."""
+        """Columns for the row of a policy that took `seconds`."""
         over = {"over_official": seconds / self._columns["official_seconds"]} if "commits" in self._columns else {}
         return self._columns | over
 
@@ -136,8 +136,8 @@ class Theirs:
 
 
 def rows_of(kind: str, now: Mapping[str, Any], *before: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of a forward of that kind, on average: its ms, then those of each operation. `before`: the same of at most one
-    earlier checkout; an operation that it lacks took no time there."""
+    """Rows of a forward of that kind, on average: its ms, then those of each operation. `before`: the same of at most
+    one earlier checkout; an operation that it lacks took no time there."""
     row = {"kind": kind, "forwards": now["forwards"], "rows": now["rows"] / now["forwards"]}
     yield row | {name: of["ms"] / of["forwards"] for name, of in zip(("ms", "before_ms"), (now, *before), strict=False)}
     for op in dict.fromkeys(op for of in (now, *before) for op in of["ops"]):

@@ -1,4 +1,4 @@
-"""The policies that are compared, all that are registered, the calls that each is made for, and commit rules."""
+"""The policies that are compared (all registered ones), the calls that each is made for, and commit rules."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,13 @@ from tiered.policies.registry import PRESETS, Auto, make_policy, policies_for
 # Policies with a window of their own, which slides over an answer of one block.
 ONE_BLOCK = frozenset({"elastic_cache"})
 WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
-# Policies by another name, with which fewer blocks begin with a full pass than by default.
+# Policies by the names of options with which fewer blocks begin with a full pass than by default.
 REFRESH_EVERY_4: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_dllm_dual-seldom": ("fast_dllm_dual", {"refresh_blocks": 64}),
     "polestar-drift": ("polestar", {"refresh": "drift", "refresh_blocks": 64}),
     "polestar-auto": ("polestar", {"refresh": "auto"}),
 }
-# What keys and values are kept in: as they are, and in codes.
+# Forms of keys and values: raw, and in codes.
 KV = ("raw", "fp8", "nvfp4")
 # By noise, for answers of 32 tokens: a slow rule and a fast one, as options of `generate`. Under uniform noise there
 # are twice as many steps as tokens, and a block ends as soon as a step has nothing to change.
@@ -37,11 +37,11 @@ class Variant:
     """A policy or preset, and the call that it is compared in.
 
     Attributes:
-        name: of the row.
+        name: name of the row.
         policy: name in the registry.
         given: options that are not at their defaults.
         one_block: the whole answer is one block.
-        random_order: tokens are committed in random order, so that it is known beforehand which.
+        random_order: tokens are committed in random order, so that the order is known beforehand.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Variant:
 
 
 def all_variants(*, slides: bool = True) -> list[Variant]:
-    """Every policy and preset, and `none` in each call that one of them is made for; `auto`, which is one of the
-    others, by that one's name.
+    """Every policy and preset, and `none` in each call that one of them is made for. `auto`, which is one of the
+    others, is left out.
 
-    `slides`: False where noise makes tokens: no window slides over masks, and one that would has the whole block.
+    `slides`: False if noise makes tokens. Then no window slides over masks, and it has the whole block.
     """
     given = {} if slides else WHOLE_WINDOWS
     variants: list[Variant] = []

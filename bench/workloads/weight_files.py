@@ -22,13 +22,13 @@ from tiered.runtime import Runtime
 from workloads.models import VOCABULARY
 from workloads.streamed_model import all_streamed, least_host, opened, random_files, shape_of, sizes_of
 
-CODE = "int8"  # what goes to the scratch file: raw weights are read where they are
+CODE = "int8"  # of weights in the scratch file: raw ones are read where they are
 RESIDENT, FILES = "resident", "from the checkpoint"
 CODED, SCRATCH = f"{CODE}, resident", f"{CODE}, from the scratch file"
 THEIRS, OFFLOADED = "transformers, resident", "accelerate, disk_offload"
 ROUNDS = 5
-DISK = "4GiB"  # of which a scratch file takes what it needs
-CLOSE = 1e-2  # by which logits may differ, whose standard deviation is about 4, between their operations and ours
+DISK = "4GiB"  # most bytes of a scratch file
+CLOSE = 1e-2  # largest difference of logits, whose standard deviation is about 4, between their operations and ours
 
 Ask = Callable[[], Tensor]
 
@@ -37,8 +37,8 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """A row for each way: the median time of an uncached forward over "rows" rows, all ways in turn. Weights of one
     form have the same logits, wherever they come from.
 
-    `settings` has "width" and "layers" of the model and "rows". "over_disk_offload", where accelerate is installed:
-    a way's time over that of accelerate.
+    `settings` has "width" and "layers" of the model and "rows". "over_disk_offload", if accelerate is installed, is a
+    way's time over that of accelerate.
     """
     rows = settings["rows"]
     draws = torch.Generator().manual_seed(settings["seed"])
@@ -61,9 +61,7 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         seconds = {name: median(own) for name, own in _timed(ways).items()}
         for name in (FILES, SCRATCH):
             form, read = _form(name), ours[name].ledger.report().moved.get("disk->host", 0)
-            below = settings["layers"] - (
-                name == SCRATCH
-            )  # what is coded goes there by way of the host, which keeps one
+            below = settings["layers"] - (name == SCRATCH)  # coded layers go there by way of the host, which keeps one
             of_layers = below * layer_bytes(ours[name].model.shape, "float32", form)
             assert read >= (1 + ROUNDS) * of_layers, f"{name}: layers were not read in every forward"
     theirs = seconds.get(OFFLOADED)
@@ -89,13 +87,13 @@ def _ours(folder: Path, scratch: Path, name: str, rows: int) -> Runtime:
 
 
 def _theirs(llama: Any, ids: Tensor) -> Ask:
-    """What asks transformers for logits."""
+    """A function that asks transformers for logits."""
     every = torch.arange(ids.shape[1])
     return lambda: forward(llama, ids, mask=None, positions=every[None], output=every)
 
 
 def _timed(ways: Mapping[str, Ask]) -> dict[str, list[float]]:
-    """Seconds of each way by round, behind one without a clock, which has to say the same."""
+    """Seconds of each way by round, after one call without a clock, whose logits have to agree."""
     said = {name: ask() for name, ask in ways.items()}
     for ours, other in ((RESIDENT, FILES), (CODED, SCRATCH)):
         assert torch.equal(said[ours], said[other]), f"{other}: not the logits of {ours}"

@@ -1,4 +1,4 @@
-"""What memory a process takes at most while it loads a model, beside what the plan says it holds then."""
+"""The peak memory of a process that loads a model, beside the bytes that are booked then."""
 
 import os
 import sys
@@ -27,12 +27,12 @@ EVERY = 5e-4  # seconds between two looks; a tensor of a model that is worth mea
 
 
 def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row: the peak of anonymous memory that another process took while loading, above what it had before.
+    """One row: the peak of anonymous memory that another process took while loading, above its memory before.
 
-    `settings` has "width" and "layers" of a random model, its "form", and "streamed": whether the device has room for
-    two layers and a tensor alone, else for all of them. "plan_bytes": what the ledger holds once all is loaded
-    (resident weights, the ring, and what streams, in host memory), and the largest tensor as the checkpoint has it,
-    which stands beside what it becomes.
+    `settings` has "width" and "layers" of a random model, its "form", and "streamed". If it is true, the device has
+    room for two layers and a tensor alone, else for all layers. "plan_bytes" are the bytes in the ledger once all is
+    loaded: resident weights, the ring, and streamed weights in host memory. The largest tensor of the checkpoint is
+    added, which stands beside its loaded form.
     """
     with random_files(settings["width"], settings["layers"], 64) as folder:
         yield peak_of_loading(folder, settings["form"], streamed=settings["streamed"])
@@ -86,6 +86,6 @@ def peak_of(pid: int) -> Iterator[list[int]]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """What a process has of memory that stands for no file; 0 for one that has ended."""
+    """Bytes of a process's memory that stand for no file; 0 if it has ended."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)

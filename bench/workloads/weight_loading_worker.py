@@ -1,6 +1,6 @@
-"""The process that loads a model, for `weight_loading`: says when it is ready, then loads what it is asked to.
+"""The process that loads a model, for `weight_loading`: it prints a line when it is ready, and one for each request.
 
-A request is `from_pretrained`'s path and its options; the answer, the bytes that the ledger has then.
+A request has `from_pretrained`'s path and its options; the answer has the bytes in the ledger then.
 """
 
 import json
@@ -16,7 +16,7 @@ from tiered.core.features import Tier
 def main() -> None:
     """Answer requests until stdin ends."""
     torch.set_num_threads(1)
-    # Pays for whatever is imported late, and for what a first load leaves with the allocator.
+    # Pays for late imports, and for memory that a first load leaves with the allocator.
     tiered.from_pretrained("embedded", policy="none", device="cpu").close()
     print(json.dumps({"torch": torch.__version__}), flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What the form of weights does to logits, beside the same model with raw ones, and the bytes that it takes."""
+"""Effects of the form of weights on logits, beside the same model with raw ones, and the bytes of the form."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -24,10 +24,10 @@ PROMPT = 224  # tokens in front of them, of a random model
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """One row: KL of the distributions of an answer's rows, and how many have another likeliest token, over all tasks.
+    """One row: KL of the distributions of an answer's rows, and the share with another likeliest token, over all tasks.
 
     `settings` has "form", "model" ("random": of "width" and "layers", with logits of a standard deviation of about 4)
-    and "examples" of each task, or canvases. "bytes_per_element": of the matrices of layers; "weight_bytes": of all.
+    and "examples" of each task, or canvases. "bytes_per_element": of layers' matrices; "weight_bytes": of all weights.
     """
     with ExitStack() as stack:
         of_random = settings["model"] == RANDOM
@@ -48,7 +48,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def _canvases(runtime: Runtime, settings: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Prompts with noise behind them: masks, or tokens at random where the model was trained on these."""
+    """Prompts with noise behind them: masks, or random tokens if the model was trained on these."""
     draws, count = torch.Generator().manual_seed(settings["seed"]), settings["examples"]
     if settings["model"] == RANDOM:
         for ids in torch.randint(0, VOCABULARY - 2, (count, PROMPT), generator=draws):

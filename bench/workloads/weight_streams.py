@@ -1,7 +1,7 @@
 """Layers that stream over a slowed link, beside resident ones and a loop that waits for every copy.
 
-On a GPU a forward of LLaDA-8B and the copy of its layers stand in a ratio that follows from data sheets
-(`tiered.core.rates`). The forward is timed here, and the link slowed down until its copy stands to it as there.
+On a GPU the ratio of a forward of LLaDA-8B and the copy of its layers follows from data sheets (`tiered.core.rates`).
+The forward is timed here, and the link slowed down until its copy has the same ratio to it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from workloads.models import VOCABULARY
 from workloads.streamed_model import all_streamed, opened, random_files, shape_of, sizes_of
 
 AS_LONG = "as long"
-# By what stands between host and device, the GPU beside it; None: a copy takes as long as the forward.
+# The GPU of each link between host and device; None if a copy takes as long as the forward.
 LINKS: dict[str, str | None] = {"PCIe 4 (RTX 4090)": "rtx4090", "PCIe 5 (H100)": "h100", AS_LONG: None}
 CONTEXT, BLOCK = 4096, 32  # of the call on a GPU
 TIMED = (
@@ -40,8 +40,8 @@ TIMED = (
 
 
 def copy_over_forward(policy: str, link: str) -> float:
-    """The copy of all layers of LLaDA-8B over the forward that `policy` does most, of one sequence of `CONTEXT`
-    positions in bfloat16: a full pass without a cache, else a step over a block."""
+    """The copy of all layers of LLaDA-8B over the most frequent forward of `policy`. That is a full pass without a
+    cache, else a step over a block, of one sequence of `CONTEXT` positions in bfloat16."""
     if (gpu := LINKS[link]) is None:
         return 1.0
     made, rates = make_policy(policy), rates_of(gpu)
@@ -99,12 +99,12 @@ def figures(
     copies: Sequence[float],
     way: WayStats,
 ) -> dict[str, float]:
-    """Columns of a row, of the seconds of all forwards of three calls, those that the `copies` of each forward take by
-    the speed of the link, and what moved in the `streamed` call. Times are of a forward, on average.
+    """Columns of a row, by seconds of all forwards of three calls. `copies`: seconds of each forward's copies, by the
+    speed of the link; `way`: copies of the `streamed` call. Times are of a forward, on average.
 
-    "bound_ms": forward by forward the longer of computing, as with resident layers, and of copying. "hidden_share": of
-    the time that computing could hide, forward by forward the shorter of computing and of the copies as they went,
-    how much it did; where copies take longer than computing, the rest is nothing that could be hidden.
+    "bound_ms": forward by forward the longer of computing, as with resident layers, and of copying. "hidden_share":
+    hidden time over the time that computing could hide. That is, forward by forward, the shorter of computing and of
+    the copies as they went. If copies take longer than computing, the rest cannot be hidden.
     """
     count, total = len(resident), sum(streamed)
     busy = way.busy_ns / 1e9
