@@ -62,7 +62,7 @@ def _asking_module() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("tiered.") and name != __name__:
+        if name.startswith("tiered."):
             return name
         frame = frame.f_back
     return ""

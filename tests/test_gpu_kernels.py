@@ -420,7 +420,7 @@ class TestFloors:
         assert row["gb_per_s"] == pytest.approx(nbytes / 2.5e-3 / 1e9, rel=1e-3)
         assert row["tflop_per_s"] == pytest.approx(2 * 4 * 32 * 96 / 2.5e-3 / 1e12, rel=1e-3)
 
-    @pytest.mark.parametrize(("caches", "count"), [(0, 1), (0.1, 1), (0.25, 1), (0.3, 2), (2, 8), (100, 16)])
+    @pytest.mark.parametrize(("caches", "count"), [(0, 1), (0.1, 1), (0.25, 1), (0.3, 2), (2, 8), (100, 256)])
     def test_inputs_outgrow_the_cache(self, caches: float, count: int):
         case = part("kernel_cases_linear").Linear(rows=3, inputs=32, outputs=16, dtype=torch.float32)
         generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ LOOKUP_LEARNED = {"mask": 0.3, "uniform": 0.17}
 # Of `FRESH_TASKS`: prompt tokens of the longest, at first and in the end; nats a token, of tokens that follow from
 # visible ones, below which a task counts as learned; factor by which a batch of a learned task lengthens its prompts.
 FRESH_BOUNDS, FRESH_LEARNED, FRESH_GROWTH = (48.0, float(FRESH_SIZES[1])), 0.12, 1.03
-# Arithmetic needs many more examples than lists do, and its answers are short.
+# Sums need many more examples than lists do, chains of operations fewer.
 EMPHASIS = {"add": 2.5, "chain": 0.8}
 
 
