@@ -180,7 +180,7 @@ def streamed_layers(runtime: Runtime) -> WeightBytes:
 def late(seed: int) -> Delay:
     """Copies come late, now and then, in an order of its own."""
     draw = random.Random(seed)
-    return lambda point, lane: draw.choice([0, 0, 0.002]) if point is Point.COPY else 0
+    return lambda point, lane: draw.choice([0, 0, 0.0005]) if point is Point.COPY else 0
 
 
 @pytest.mark.parametrize("form", FORMS)
