@@ -14,8 +14,9 @@ class CudaClock:
     """Places CUDA events on the host's clock. An hour after the first mark, the distance to it is exact to 0.25 ms. The
     distance between two events of one job is exact to a microsecond, so it is measured directly."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._mark = mark(torch.cuda.current_stream(device))
+    def __init__(self, idle: torch.cuda.Stream) -> None:
+        """`idle`: a stream without work, because the host waits for its end."""
+        self._mark = mark(idle)
         self._mark.synchronize()
         self._marked_at = time.monotonic_ns()
 

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, stream_part
+from tiered.offload.device import pick_device
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
@@ -34,11 +35,12 @@ class CudaTransport(LaneTransport):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(pick_device(device))
+        device = self.device
         self._pid = os.getpid()
         # 0 is the lowest priority: if both need an engine or a multiprocessor, the model's stream may be first.
         self._streams = {lane: torch.cuda.Stream(device, priority=0) for lane in (Lane.FETCH, Lane.STORE)}
-        self._clock = CudaClock(device)
+        self._clock = CudaClock(self._streams[Lane.STORE])
         # torch does not know that a copy on another stream still uses a tensor that its owner has dropped.
         self._under_way: dict[Lane, deque[tuple[CudaEvent, Sequence[Copy]]]] = {lane: deque() for lane in self._streams}
 

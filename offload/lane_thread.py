@@ -76,8 +76,9 @@ class LaneThread:
     events that the job waits for have ended.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, begin: Callable[[], object] = lambda: None) -> None:
+        """`begin`: the first work of the thread. If it fails, the lane is dead."""
+        self._name, self._begin = name, begin
         self._pid = os.getpid()
         self._jobs: deque[Job] = deque()  # the first one is running
         self._changed = threading.Condition(threading.Lock())
@@ -128,6 +129,10 @@ class LaneThread:
         self._thread = thread
 
     def _work(self) -> None:
+        try:
+            self._begin()
+        except BaseException as error:
+            self._death = error
         while True:
             try:
                 if not self._run_first():

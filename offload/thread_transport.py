@@ -29,8 +29,10 @@ class LaneTransport:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lanes: dict[Lane | None, LaneThread] = {lane: LaneThread(f"tiered {lane}") for lane in Lane}
-        self._lanes[None] = LaneThread("tiered compute")
+        # A new thread computes on the first GPU. Asking an event there would open a context on it.
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+        self._lanes: dict[Lane | None, LaneThread] = {lane: LaneThread(f"tiered {lane}", begin) for lane in Lane}
+        self._lanes[None] = LaneThread("tiered compute", begin)
         weakref.finalize(self, _stop, tuple(self._lanes.values()))  # threads end even without `close`
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:

@@ -200,10 +200,8 @@ def test_kernels_of_ours_alone_are_raced(fake: Fake, tool: str, filtered: bool):
     if filtered:
         pattern = options[options.index("--kernel-regex") + 1].removeprefix("kns=")
         folder = ROOT / "kernels"
-        ours = re.findall(
-            r"@triton\.jit(?:\([^@]*\))?\ndef (_\w+)", "".join(path.read_text() for path in folder.glob("*.py"))
-        )
-        assert len(ours) >= 8 and all(re.match(pattern, name) for name in ours)
+        ours = re.findall(r"\blaunch\((\w+), ", "".join(path.read_text() for path in folder.glob("*.py")))
+        assert len(ours) >= 12 and all(re.match(pattern, name) for name in ours)
         assert not any(re.match(pattern, name) for name in ("_ZN2at6native29vectorized", "void at::native::reduce"))
 
 
@@ -274,11 +272,11 @@ def test_wrong_answers_are_wrong_whatever_the_tool_says(fake: Fake, tool: str | 
 def test_cases(part: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert part.cases(setting())[:2] == ["bare kernels", "bare transports"]
     assert part.cases(setting())[2:] == [
+        "racecheck kernels",
+        "racecheck transports",
         "memcheck kernels",
         "memcheck transports",
         "memcheck planted",
-        "racecheck kernels",
-        "racecheck transports",
         "initcheck kernels",
     ]
     assert part.measure(setting(), "memcheck kernels") == {"status": "skipped", "why": "needs a CUDA device"}

@@ -15,6 +15,7 @@ import tiered.runtime
 from tiered.core.features import Account, Tier
 from tiered.core.rates import Rates
 from tiered.forward.library_bytes import LARGEST_GPU
+from tiered.kernels.projection import adjoining
 from tiered.offload.lane import Lane
 from tiered.policies.base import StepKind
 from tiered.policies.polestar.update_log import GroupUpdate
@@ -73,6 +74,15 @@ def test_model_is_drawn_whole(part: Callable[[str], ModuleType], setting: Any) -
     assert part("random_llada").random_llada(replace(setting)) is model  # an equal setting: the same model
     other = part("random_llada").random_llada(replace(setting, seed=4))
     assert not torch.equal(other.wte.weight, model.wte.weight)
+
+
+def test_products_of_a_layer_are_joined_as_those_of_a_loaded_model(
+    part: Callable[[str], ModuleType], setting: Any
+) -> None:
+    for dtype in (None, torch.float32):
+        for block in part("random_llada").few_layers(setting, 2, dtype).blocks:
+            for names in (("q_proj", "k_proj", "v_proj"), ("ff_proj", "up_proj")):
+                assert adjoining([getattr(block, name).weight for name in names]) is not None
 
 
 def test_full_size_is_that_of_llada_8b(part: Callable[[str], ModuleType], setting: Any) -> None:

@@ -93,3 +93,9 @@ def test_the_files_are_those_with_gpu_tests(part: ModuleType):
     names = {path.name for path in part.gpu_files()}
     assert {"test_stored_rows.py", "test_transports.py", "test_drift.py"} <= names
     assert "test_evaluation.py" not in names
+
+
+def test_pytest_ends_before_its_part(part: ModuleType):
+    """Else the process is killed together with the notes of all outcomes."""
+    studies = importlib.import_module("studies.gpu_day")
+    assert part.SECONDS + 15 <= 0.98 * studies.PARTS["gpu_tests"].seconds

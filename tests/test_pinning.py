@@ -372,7 +372,8 @@ def test_pinned_memory_reaches_the_device(name: str):
     if name == "cupy":
         pytest.importorskip("cupy")
     nbytes = (3 << 20) + 5
-    chunk = PINNERS[name](CUDA).allocate(nbytes)
+    pinner = pick_pinner(CUDA) if name == "auto" else PINNERS[name](CUDA)
+    chunk = pinner.allocate(nbytes)
     assert chunk.pinned
     assert chunk.bytes.is_pinned()
     assert chunk.bytes[-1:].is_pinned()

@@ -27,6 +27,8 @@ from tiered.offload.cuda_event import CudaEvent
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
+from tiered.offload.host_event import HostEvent
+from tiered.offload.lane_thread import Job, LaneThread
 from tiered.offload.ring import Ring
 from tiered.offload.thread_transport import LaneTransport, ThreadTransport
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
@@ -515,6 +517,30 @@ def test_a_dead_thread_fails_its_lane_and_no_other(rig: Rig, transport: Transpor
     still.open()
     failure(later, "the thread of tiered load died")
     assert not ran
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_threads_of_lanes_compute_on_the_device_of_the_transport(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA call of a new thread would open a context on the first GPU, and fail if that has no room."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr("tiered.offload.cuda_transport.pick_device", torch.device)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    transport = CudaTransport(torch.device("cuda:1"))
+    for lane in (Lane.LOAD, Lane.SAVE, Lane.LOAD):
+        end(transport.run(lane, nothing))
+    transport.close()
+    assert chosen == [("tiered load", torch.device("cuda:1")), ("tiered save", torch.device("cuda:1"))]
+
+
+def test_a_thread_that_cannot_begin_is_dead():
+    lane = LaneThread("tiered load", raising(RuntimeError("no such device")))
+    event = HostEvent(Lane.LOAD)
+    lane.submit(Job(event, nothing, ()))
+    failure(event, "the thread of tiered load died: .*no such device")
+    lane.stop()
+    lane.join()
 
 
 # --- the life of a transport

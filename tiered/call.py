@@ -157,12 +157,12 @@ class CallContext:
             turn = own if reported is None else reported
             turn.enter_context(self._turn.held())
             _ = self.model  # raises if another thread has closed the runtime meanwhile
+            call.enter_context(computing_on(self.device))
             needed = self._settled(policy, sizes, inspected, beside, reported=reported is not None)
             key = object()
             self._under_way.add(key)
             call.callback(self._under_way.discard, key)
             call.enter_context(self._ledger.holding(needed.fixed, hint=_hint(needed.records)))
-            call.enter_context(computing_on(self.device))
             tiers = None
             if needed.records is not None or needed.streams is not None:
                 transport = None if self._transport is None else self._transport()

@@ -30,7 +30,7 @@ from tiered.models.rotation import stretched
 from tiered.models.shape import named_dtype
 from tiered.models.tokenizer import load_tokenizer
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, dtype_of, form_of, places
-from tiered.offload.device import available_bytes, pick_device, synchronize
+from tiered.offload.device import available_bytes, computing_on, pick_device, synchronize
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
 from tiered.planning.advice import code_savings
@@ -119,7 +119,8 @@ def from_pretrained(
     for why in (_too_large(budget, target), savings and f"in a call of {small.context} tokens, {savings}"):
         if why:
             warnings.warn(why, stacklevel=2)
-    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, named), device=target, form=form)
+    with computing_on(target):
+        of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, named), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
     )

@@ -80,7 +80,8 @@ def budget_of(setting: Setting, host: str) -> MemoryBudget:
     """The cap that all policies are held against, with `host` beside it."""
     if setting.tiny:
         return MemoryBudget(device="2MiB", host=_TINY_HOST[host])
-    return MemoryBudget(device="24GiB", host=host)
+    there = torch.cuda.mem_get_info(setting.on)[1] if setting.on.type == "cuda" else 24 << 30
+    return MemoryBudget(device=min(24, int(0.9 * there) >> 30) << 30, host=host)
 
 
 def longest_context(setting: Setting, policy: Policy, budget: MemoryBudget) -> int:

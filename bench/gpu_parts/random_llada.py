@@ -8,11 +8,14 @@ from torch.overrides import TorchFunctionMode
 
 from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import dtype_name
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
+from tiered.forward.weight_records import WeightRecords
+from tiered.models.checkpoint import assign
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
-from tiered.models.weight_form import weight_bytes
+from tiered.models.weight_form import RAW_WEIGHTS, weight_bytes
 from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 
@@ -33,9 +36,28 @@ def llada_config(setting: Setting) -> dict[str, Any]:
 @cache
 def random_llada(setting: Setting) -> LLaDA:
     """The model, made once in a process. Its 15 GiB are drawn on the device: the host never holds them."""
-    model = undrawn(llada_config(setting))
-    model = model.to(getattr(torch, model.shape.dtype)).to_empty(device=setting.on)
-    draws = torch.Generator(setting.on).manual_seed(setting.seed)
+    return _drawn(setting, llada_config(setting))
+
+
+@cache
+def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) -> LLaDA:
+    """A model of `layers` such layers, or of as many as the whole model has; `dtype`: None for that of the model."""
+    config = llada_config(setting)
+    own = {} if dtype is None else {"torch_dtype": dtype_name(dtype)}
+    return _drawn(setting, config | own | {"n_layers": min(layers, config["n_layers"])})
+
+
+def _drawn(setting: Setting, config: dict[str, Any]) -> LLaDA:
+    """A random model whose layers are one piece of memory each, as loading puts them: their products are joined."""
+    model = undrawn(config)
+    dtype = getattr(torch, model.shape.dtype)
+    model, draws = model.to(dtype), torch.Generator(setting.on).manual_seed(setting.seed)
+    records = WeightRecords(model, dtype, RAW_WEIGHTS)
+    for layer in records.layers:
+        records.assign(layer, torch.empty(records.layer.nbytes, dtype=torch.uint8, device=setting.on))
+    for name, parameter in [*model.named_parameters()]:
+        if parameter.is_meta:
+            assign(model, name, torch.empty_like(parameter, device=setting.on))
     with torch.no_grad():
         for parameter in model.parameters():
             draw(parameter, draws)
@@ -48,17 +70,6 @@ def draw(weight: torch.Tensor, draws: torch.Generator) -> None:
         weight.fill_(1.0)
     else:
         weight.normal_(std=_STD, generator=draws)
-
-
-@cache
-def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) -> LLaDA:
-    """The model's first `layers` layers, or all. Weights are those of the whole model, not copies, unless `dtype` is
-    another one."""
-    whole = random_llada(setting)
-    model = undrawn(llada_config(setting) | {"n_layers": min(layers, whole.shape.layers)})
-    weights = whole.state_dict()
-    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
-    return model if dtype is None else model.to(dtype)
 
 
 def undrawn(config: dict[str, Any]) -> LLaDA:

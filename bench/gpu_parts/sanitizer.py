@@ -34,8 +34,8 @@ _BARE: dict[str, tuple[str | None, str]] = {f"bare {what}": (None, what) for wha
 _WATCHED: dict[str, tuple[str | None, str]] = {
     f"{tool} {what}": (tool, what)
     for tool, whats in {
-        "memcheck": ("kernels", "transports", "planted"),
         "racecheck": ("kernels", "transports"),
+        "memcheck": ("kernels", "transports", "planted"),
         "initcheck": ("kernels",),
     }.items()
     for what in whats
@@ -47,7 +47,7 @@ _OPTIONS = (
     *("--target-processes", "application-only", "--print-limit", "20"),
 )
 # Our kernels by Triton's names; torch's own are C++, whose mangled names begin with `_Z`.
-_OUR_KERNELS = ("--kernel-regex", "kns=^_[a-z].*")
+_OUR_KERNELS = ("--kernel-regex", "kns=^(_[a-z]|attend_|merge_).*")
 _PREFIX = "========="
 _REFUSALS = re.compile(
     r"not supported|unable to|failed to (?:initiali[sz]e|load|connect|inject|attach)|internal sanitizer error"

@@ -61,6 +61,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
         plan = _planned(setting, budget, "int4", min(_MOST, plan.largest_context))
     call = PolicyCall(positions=plan.sizes.context, steps=CALL.steps)
     row = {"form": str(plan.sizes.weights), "positions": call.positions, "longest_context": plan.largest_context}
+    measured_rates(setting)  # now: its buffers have no room beside the weights under the limit
     with torch_limit(setting.on, budget.cap(Tier.DEVICE)), closing(_runtime(setting, plan, budget)) as runtime:
         call.run(runtime, setting)  # kernels are compiled, and libraries have their workspaces
         memory = CallMemory(setting.on)
