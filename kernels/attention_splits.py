@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from tiered.kernels.launch import PROGRAMS, RowTile, power_of_2
+from tiered.kernels.launch import PROGRAMS, RowTile, power_of_2, row_tile
 from tiered.kernels.row_code import RowCode
 
 LEAST_COLUMNS = 256  # of a program: fewer take less time than its start
@@ -119,5 +119,4 @@ def turning_elements(pairs: int, code: RowCode | None) -> int:
 
 def merged_tile(head_dim: int) -> RowTile:
     """The tile of the second kernel."""
-    block = elements_block(head_dim)
-    return RowTile(max(1, MERGED // block), block)
+    return row_tile(elements_block(head_dim), MERGED)

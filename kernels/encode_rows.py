@@ -6,7 +6,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.encode_rows_ref import BIAS, E2M1_MAX, E4M3_MAX, E4M3_NORMAL, LEAST, LEAST_OF_TWO, NOT_FINITE
-from tiered.kernels.launch import RowTile, launch, power_of_2
+from tiered.kernels.launch import RowTile, launch, row_tile
 from tiered.kernels.row_base import RowBase, base_arguments
 from tiered.kernels.row_bits import bf16_bits, bf16_values, e4m3_codes, encode_groups, magnitude_bits
 from tiered.kernels.row_code import WORD, Code, RowLayout
@@ -106,8 +106,7 @@ def encode_rows(
 
 
 def tile_of(elements: int) -> RowTile:
-    block = max(16, power_of_2(elements))
-    return RowTile(max(1, TILE_ELEMENTS // block), block)
+    return row_tile(max(16, elements), TILE_ELEMENTS)
 
 
 def warps_of(tile: RowTile) -> int:

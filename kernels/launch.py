@@ -22,6 +22,17 @@ class RowTile(NamedTuple):
     elements: int
 
 
+def row_tile(elements: int, most: int) -> RowTile:
+    """The tile of rows of `elements`: as many rows as have `most` elements together, at least one."""
+    block = power_of_2(elements)
+    return RowTile(max(1, most // block), block)
+
+
+def warps_of_row(block: int) -> int:
+    """Warps of a program that has a row of `block` elements, one for 512: a thread has 16 of them in registers."""
+    return min(max(block // 512, 1), 32)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, on: Tensor, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)` on the current stream of the device of `on`, whichever device is current.
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.launch import launch, power_of_2
+from tiered.kernels.launch import launch, power_of_2, warps_of_row
 from tiered.kernels.rms_norm_ref import Hidden, check_norm
 
 
@@ -57,11 +57,6 @@ def rms_norm(
     weight = None if weight is None else weight.contiguous()
     branch = None if branch is None else branch.contiguous()
     arguments = hidden, branch, weight, normed, *hidden.stride()[:2], rows, width, eps
-    options = {"OFFSET": offset, "BLOCK": block, "num_warps": _warps(block)}
+    options = {"OFFSET": offset, "BLOCK": block, "num_warps": warps_of_row(block)}
     launch(_rms_norm, (rows, batch), *arguments, **options, on=hidden)
     return normed
-
-
-def _warps(block: int) -> int:
-    """Warps of a program, one for 512 elements: a thread has 16 of them in registers."""
-    return min(max(block // 512, 1), 32)

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tiered.kernels.coded_rows import Heads
-from tiered.kernels.launch import RowTile, launch, power_of_2
+from tiered.kernels.launch import launch, row_tile
 from tiered.kernels.rotate_ref import HeadNorms, Tables, check_rotation
 
 TILE_PAIRS = 512  # pairs of elements that a program rotates
@@ -79,7 +79,7 @@ def rotate(
     if rotated.numel() == 0:
         return rotated
     tables, _, length, half = cos.shape
-    tile = tile_of(half)
+    tile = row_tile(half, TILE_PAIRS)
     # If rows are all columns the kernel reads no column numbers, so any pointer serves.
     numbers = cos if columns is None else columns
     weights = (None, None) if norms is None else (norms.queries.contiguous(), norms.keys.contiguous())
@@ -92,9 +92,3 @@ def rotate(
     options["enable_fp_fusion"] = False
     launch(_rotate, (-(-rows // tile.rows), count, batch), *arguments, **options, on=heads)
     return rotated
-
-
-def tile_of(half: int) -> RowTile:
-    """Rows of a program, and pairs of elements of each."""
-    pairs = power_of_2(half)
-    return RowTile(max(1, TILE_PAIRS // pairs), pairs)

@@ -8,7 +8,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import VECTOR, RowTile, launch, power_of_2
+from tiered.kernels.launch import VECTOR, launch, row_tile
 
 TILE_ELEMENTS = 4096  # elements that a program moves; more would not fit its registers
 WARPS = 8
@@ -65,7 +65,7 @@ def scatter_rows(
         )
     if values.numel() == 0:
         return
-    tile = tile_of(elements)
+    tile = row_tile(elements, TILE_ELEMENTS)
     # Without flags the kernel reads none, so any pointer serves.
     flags = index if valid is None else valid.view(torch.uint8)
     tensors = target, values, index, flags
@@ -74,11 +74,6 @@ def scatter_rows(
     options = {"ELEMENTS": elements, "MASKED": valid is not None, "ALIGNED": aligned, "TILE": tile}
     grid = -(-rows // tile.rows), heads, batch
     launch(_scatter, grid, *tensors, *strides, rows, length, **options, num_warps=WARPS, on=target)
-
-
-def tile_of(elements: int) -> RowTile:
-    block = power_of_2(elements)
-    return RowTile(max(1, TILE_ELEMENTS // block), block)
 
 
 def alignment(rows: Tensor) -> int:

@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from tiered.kernels.launch import RowTile, launch, power_of_2
-from tiered.kernels.scatter_rows import alignment
+from tiered.kernels.launch import launch, row_tile
+from tiered.kernels.scatter_rows import TILE_ELEMENTS, WARPS, alignment
 from tiered.kernels.store_rows_ref import check_stored
 from tiered.kernels.store_table import ROW_FIELDS, SEQUENCE_FIELDS, Stored, StoreTable
 
-TILE_ELEMENTS = 4096  # elements that a program moves
-WARPS = 8
 _OF_SEQUENCE, _OF_ROW = tl.constexpr(SEQUENCE_FIELDS), tl.constexpr(ROW_FIELDS)
 
 
@@ -46,15 +44,10 @@ def store_rows(keys: Stored, values: Stored, table: StoreTable, layer: int) -> N
     """As in store_rows_ref.py."""
     check_stored(keys, values, table)
     keys, values = (rows if rows.stride(3) == 1 else rows.contiguous() for rows in (keys, values))
-    tile = tile_of(keys.shape[3])
+    tile = row_tile(keys.shape[3], TILE_ELEMENTS)
     strides = *keys.stride()[1:3], *values.stride()[1:3]
     grid = -(-keys.shape[2] // tile.rows), keys.shape[1], 2
     tensors = keys, values, table.sequences[layer], table.rows
     aligned = min(table.aligned, alignment(keys), alignment(values))
     options = {"ELEMENTS": keys.shape[3], "ALIGNED": aligned, "TILE": tile, "num_warps": WARPS}
     launch(_store, grid, *tensors, *strides, keys.shape[2], **options, on=keys)
-
-
-def tile_of(elements: int) -> RowTile:
-    block = power_of_2(elements)
-    return RowTile(max(1, TILE_ELEMENTS // block), block)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from tiered.kernels.directions import ZERO_NORM
-from tiered.kernels.launch import launch, power_of_2
+from tiered.kernels.launch import launch, power_of_2, warps_of_row
 
 
 @triton.jit(
@@ -51,11 +51,7 @@ def turn_directions(
     turned = sums.new_empty(directions.shape)
     of_clusters = directions.contiguous(), sums.contiguous(), empty.contiguous().view(torch.uint8), picks.contiguous()
     counts = clusters, width, *rows.stride()[:2], inverse.stride(0), ZERO_NORM
-    options = {"BLOCK": power_of_2(width), "num_warps": warps_of(width)}
+    block = power_of_2(width)
+    options = {"BLOCK": block, "num_warps": warps_of_row(block)}
     launch(_turn_directions, (clusters, groups), *of_clusters, rows, inverse, turned, *counts, **options, on=sums)
     return turned
-
-
-def warps_of(width: int) -> int:
-    """Warps of a program, one for 512 elements: a thread has 16 of them in registers."""
-    return min(max(power_of_2(width) // 512, 1), 32)

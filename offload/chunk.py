@@ -21,7 +21,7 @@ class Chunk:
         bytes: the memory.
         pinned: True if the device's copy engines reach it.
         actual_bytes: bytes that the system allocated, rounding included.
-        earlier: ends with the accesses of earlier owners; None if there are none.
+        earlier: events that end with the accesses of earlier owners.
         before: called once before deallocation; never in a forked child, where CUDA is not usable.
         dropped: called instead of `before` if no reference is left and `free` was not called. None for `before`.
     """
@@ -32,14 +32,14 @@ class Chunk:
         *,
         pinned: bool,
         actual_bytes: int,
-        earlier: Event | None = None,
+        earlier: tuple[Event, ...] = (),
         before: Callable[[], object] = lambda: None,
         dropped: Callable[[], object] | None = None,
     ) -> None:
         self._bytes: Tensor | None = bytes
         self.pinned = pinned
         self.actual_bytes = actual_bytes
-        self.earlier = () if earlier is None else (earlier,)
+        self.earlier = earlier
         self._before = partial(_in_process, os.getpid(), before)
         self._finalizer = weakref.finalize(self, _in_process, os.getpid(), dropped or before)
         self._finalizer.atexit = False  # at exit the system frees everything
@@ -54,9 +54,8 @@ class Chunk:
     def lent(self, back: Callable[[], object], dropped: Callable[[], object] | None = None) -> "Chunk":
         """The same memory for a holder. Its `free` calls `back`. If the holder becomes garbage without `free`, as after
         Ctrl-C, `dropped` is called instead, on any thread; None for `back`."""
-        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back, dropped=dropped)
-        lent.earlier = self.earlier
-        return lent
+        pinned, nbytes = self.pinned, self.actual_bytes
+        return Chunk(self.bytes, pinned=pinned, actual_bytes=nbytes, earlier=self.earlier, before=back, dropped=dropped)
 
     def free(self) -> None:
         """Free the memory. A view keeps it mapped, but not pinned. May be called again."""
@@ -87,7 +86,7 @@ def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise NoRoomError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
-        earlier = end_of_stream(device) if device.type == "cuda" else None
+        earlier = (end_of_stream(device),) if device.type == "cuda" else ()
         return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=earlier)
 
     return allocate

@@ -4,7 +4,6 @@ asynchronous, overlap and race as they do on a GPU."""
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,8 +12,6 @@ from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
 from tiered.offload.lane_thread import Job, LaneThread, whole
 from tiered.offload.transport import PIECE_BYTES, Copy, Lane, TransferEvent, check_copies
-
-R = TypeVar("R")
 
 
 class LaneTransport:
@@ -42,7 +39,7 @@ class LaneTransport:
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
         if lane not in (Lane.LOAD, Lane.SAVE):
             raise ValueError(f"work of the host cannot run on lane {lane}; allowed: {Lane.LOAD}, {Lane.SAVE}")
-        return self._submit(HostEvent(lane), _in_modes_of_caller(work), after)
+        return self._submit(HostEvent(lane), work, after)
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -91,17 +88,6 @@ class ThreadTransport(LaneTransport):
         event = HostEvent(None)
         self._job(event, moves_nothing, after).run()
         return event
-
-
-def _in_modes_of_caller(work: Callable[[], R]) -> Callable[[], R]:
-    """`work` for another thread, with the gradient and inference modes of this one."""
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-
-    def run() -> R:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            return work()
-
-    return run
 
 
 def total_bytes(copies: Sequence[Copy]) -> int:

@@ -44,11 +44,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of a job's submission, its start (after all of `after`) and its end: ns of `time.monotonic_ns`, None before
-    that. For `wait`, `started - submitted` is the time that the compute stream waited for transfers.
+    """Times of a job's submission, its start (after all of `after`) and its end: ns of `time.monotonic_ns`. Start and
+    end are None at first. For `wait`, `started - submitted` is the time that the compute stream waited for transfers.
     """
 
-    submitted: int | None
+    submitted: int
     started: int | None
     ended: int | None
 

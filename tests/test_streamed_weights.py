@@ -300,7 +300,7 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
         def allocate(nbytes: int) -> Chunk:
             memory = torch.empty(nbytes, dtype=torch.uint8)
             owners.append(FormerOwner(memory))
-            return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=owners[-1])
+            return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=(owners[-1],))
 
         return allocate
 

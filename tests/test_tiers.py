@@ -155,7 +155,7 @@ def test_slots_are_used_once_their_earlier_owners_are_done(ledger: Ledger, monke
 
     def allocate(nbytes: int) -> Chunk:
         kernels.append(Earlier(torch.zeros(nbytes, dtype=torch.uint8)))
-        return Chunk(kernels[-1].memory, pinned=False, actual_bytes=nbytes, earlier=kernels[-1])
+        return Chunk(kernels[-1].memory, pinned=False, actual_bytes=nbytes, earlier=(kernels[-1],))
 
     monkeypatch.setattr(tiers_module, "device_chunks", lambda device: allocate)
     with Tiers(ledger, device=CPU) as tiers:

@@ -180,7 +180,8 @@ def load_weights(
         for official in checkpoint.order():
             safe_point()
             own, rows = names[official], pieces.get(official)
-            code, room = form.code if records.may_be_coded(own) else None, 0
+            covered = form.covers(own, shape)
+            code, room = form.code if covered else None, 0
             as_dtype = getattr(torch, dtype_of(own, name))
             if code is not None:  # the raw tensor lies beside its coded copy
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
@@ -188,7 +189,7 @@ def load_weights(
                 into = incoming.room(own, rows)
                 weight = checkpoint.read(official, dtype=as_dtype, device=device, code=code, into=into)
                 # The checkpoint may have a coded head beside a raw embedding: the head is decoded then.
-                decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
+                decoded = isinstance(weight, CodedRows) and not covered
                 incoming.place(own, weight.values() if decoded else weight, rows)
         for block in model.blocks:
             block.join_biases()

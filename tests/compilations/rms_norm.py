@@ -2,14 +2,15 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.rms_norm import _rms_norm, _warps
+from tiered.kernels.launch import warps_of_row
+from tiered.kernels.rms_norm import _rms_norm
 
 COMPILATIONS = tuple(
     Compilation(
         kernel=_rms_norm,
         types={"hidden branch weight normed": f"*{dtype}", "batch_step row_step rows width": "i32", "eps": "fp32"},
         constexprs={"OFFSET": offset, "BLOCK": block} | of_weight,
-        num_warps=_warps(block),
+        num_warps=warps_of_row(block),
     )
     for dtype, block, offset, of_weight in [
         ("bf16", 4096, None, {}),

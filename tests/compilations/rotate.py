@@ -2,7 +2,8 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.rotate import _rotate, tile_of
+from tiered.kernels.launch import row_tile
+from tiered.kernels.rotate import TILE_PAIRS, _rotate
 
 _STRIDES = "heads_batch heads_head heads_row table_batch table_row column_batch column_row"
 COMPILATIONS = tuple(
@@ -15,7 +16,7 @@ COMPILATIONS = tuple(
             f"{_STRIDES} rows length first_heads": "i32",
             "eps": "fp32",
         },
-        constexprs={"HALF": half, "SCATTERED": scattered, "OFFSET": offset, "TILE": tile_of(half)}
+        constexprs={"HALF": half, "SCATTERED": scattered, "OFFSET": offset, "TILE": row_tile(half, TILE_PAIRS)}
         | ({} if normed else {"queries_weight": None, "keys_weight": None}),
         fp_fusion=False,
     )

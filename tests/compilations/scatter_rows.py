@@ -2,9 +2,9 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.launch import VECTOR
+from tiered.kernels.launch import VECTOR, row_tile
 from tiered.kernels.row_code import WORD
-from tiered.kernels.scatter_rows import WARPS, _scatter, tile_of
+from tiered.kernels.scatter_rows import TILE_ELEMENTS, WARPS, _scatter
 
 _STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
 COMPILATIONS = tuple(
@@ -21,7 +21,7 @@ COMPILATIONS = tuple(
             "ELEMENTS": elements,
             "MASKED": masked,
             "ALIGNED": VECTOR if dtype != "u8" else WORD,
-            "TILE": tile_of(elements),
+            "TILE": row_tile(elements, TILE_ELEMENTS),
         },
         num_warps=WARPS,
         byte_loads=4 if masked else 0,

@@ -2,9 +2,9 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.launch import VECTOR
+from tiered.kernels.launch import VECTOR, row_tile
 from tiered.kernels.row_code import WORD
-from tiered.kernels.store_rows import WARPS, _store, tile_of
+from tiered.kernels.store_rows import TILE_ELEMENTS, WARPS, _store
 
 COMPILATIONS = tuple(
     Compilation(
@@ -14,7 +14,11 @@ COMPILATIONS = tuple(
             "stores rows": "*i64",
             "key_head key_row value_head value_row count": "i32",
         },
-        constexprs={"ELEMENTS": elements, "ALIGNED": WORD if coded else VECTOR, "TILE": tile_of(elements)},
+        constexprs={
+            "ELEMENTS": elements,
+            "ALIGNED": WORD if coded else VECTOR,
+            "TILE": row_tile(elements, TILE_ELEMENTS),
+        },
         num_warps=WARPS,
     )
     # Keys and values as they are, and in fp8 in elements of the model.

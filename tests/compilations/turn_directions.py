@@ -2,8 +2,8 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.launch import power_of_2
-from tiered.kernels.turn_directions import _turn_directions, warps_of
+from tiered.kernels.launch import power_of_2, warps_of_row
+from tiered.kernels.turn_directions import _turn_directions
 
 COMPILATIONS = tuple(
     Compilation(
@@ -17,7 +17,7 @@ COMPILATIONS = tuple(
             "least": "fp32",
         },
         constexprs={"BLOCK": power_of_2(width)},
-        num_warps=warps_of(width),
+        num_warps=warps_of_row(power_of_2(width)),
         byte_loads=1,  # a flag
     )
     for width in (4096, 3584, 8192, 128)

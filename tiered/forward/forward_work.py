@@ -22,7 +22,7 @@ class ForwardWork:
     weight_bytes: int
     kv_bytes: int
     flops: float
-    attention_flops: float = 0.0
+    attention_flops: float
 
     @property
     def read_bytes(self) -> int:
@@ -75,7 +75,7 @@ def _mlp_elements(shape: ModelShape) -> int:
 
 
 def forward_work(
-    shape: ModelShape, *, batch: int, context: int, rows: float, dtype: str, output_rows: int | None = None
+    shape: ModelShape, *, batch: int, context: int, rows: float, dtype: str, output_rows: float
 ) -> ForwardWork:
     """The work of one forward.
 
@@ -85,21 +85,19 @@ def forward_work(
         context: positions of each sequence. Every row attends to all of them.
         rows: rows of each sequence that the forward recomputes, on average over layers.
         dtype: dtype of weights and cache, a key of `BYTES_PER_ELEMENT`.
-        output_rows: rows whose logits are needed; of other rows the last layer only computes keys and values. None for
-            all of `rows`.
+        output_rows: rows whose logits are needed; of other rows the last layer only computes keys and values.
 
     Raises:
         ValueError: more rows than the context has, or more output rows than rows.
     """
-    outputs = rows if output_rows is None else output_rows
-    if not 0 < outputs <= rows <= context:
-        raise ValueError(f"rows = {rows}, output_rows = {outputs}; 0 < output_rows <= rows <= {context} is allowed")
+    if not 0 < output_rows <= rows <= context:
+        raise ValueError(f"rows = {rows}, output_rows = {output_rows}; 0 < output_rows <= rows <= {context} is allowed")
     of_row = RowFlops.of(shape, context)
-    passing = (shape.layers - 1) * rows + outputs  # rows that go through attention and MLP, over all layers
+    passing = (shape.layers - 1) * rows + output_rows  # rows that go through attention and MLP, over all layers
     per_sequence = (
         shape.layers * rows * of_row.write
         + passing * (of_row.attend + of_row.mlp)
-        + outputs * 2 * shape.width * shape.vocab_size
+        + output_rows * 2 * shape.width * shape.vocab_size
     )
     return ForwardWork(
         weight_bytes=read_bytes(shape, dtype),

@@ -65,7 +65,8 @@ class IncomingWeights:
         found = self._model.shape.place_of(own)
         if found is None:
             return None
-        key, name, rows = self._record_of(*found, rows)
+        layer, name = found
+        key, rows = self._record_of(layer, name, rows)
         layout = self._records.record
         if self._is_read_later(key):  # the bytes are only read for inspection
             span = layout.span(name, rows)
@@ -84,9 +85,10 @@ class IncomingWeights:
         if found is None:
             assign(self._model, own, weight)
             return
-        if found[0] in self._now.layers:
+        layer, name = found
+        if layer in self._now.layers:
             assign(self._model, own, None)
-        key, name, rows = self._record_of(*found, rows)
+        key, rows = self._record_of(layer, name, rows)
         if self._is_read_later(key):
             if key not in self._homes().residency:  # at its first matrix: the files hold the whole record
                 self._homes().read(key)
@@ -109,12 +111,13 @@ class IncomingWeights:
                 filling.home.free()
         self._filling.clear()
 
-    def _record_of(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, str, slice | None]:
+    def _record_of(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, slice | None]:
         """Key of the record (or the layer on the device) that holds `rows` of a matrix, and their place in it."""
-        if layer not in self._now.layers:
-            return layer, name, rows
-        key, rows = self._records.find_record(layer, name, rows)
-        return key, name, rows
+        if layer not in self._now.layers or self._model.shape.experts is None:
+            return layer, rows
+        assert rows is not None, "experts come one by one"
+        expert, first = divmod(rows.start, self._records.record.rows[name])
+        return (layer, expert), slice(first, first + rows.stop - rows.start)
 
     def _is_below(self, key: Hashable) -> bool:
         """Whether a record goes below the host."""

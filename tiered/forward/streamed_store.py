@@ -42,7 +42,7 @@ class StreamedFeatureStore(FeatureStore):
         super().keep(sequences)
 
     def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
-        self._tiers.progress()
+        self._tiers.traffic.harvest()
         streamed = self._streamed.get(feature)
         if streamed is None:
             return super()._kept(feature, layer)
@@ -54,7 +54,7 @@ class StreamedFeatureStore(FeatureStore):
         streamed = self._streamed.get(feature)
         if streamed is None or layer not in streamed:
             return self._kept(feature, layer)
-        self._tiers.progress()
+        self._tiers.traffic.harvest()
         columns = np.zeros((self._sequences, streamed.columns), dtype=bool)
         self._touched.mark(columns, rows, self._first[feature])
         return streamed.to_write(layer, columns, whole=rows.is_span and rows.valid is None)

@@ -68,18 +68,6 @@ class WeightRecords:
         """Names of a layer's matrices, in the order of the record."""
         return list(self.layer.rows)
 
-    def find_record(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, slice | None]:
-        """Key of the record that holds `rows` of a matrix, and their place in the record."""
-        if self.model.shape.experts is None:
-            return layer, rows
-        assert rows is not None, "experts come one by one"
-        expert, first = divmod(rows.start, self.record.rows[name])
-        return (layer, expert), slice(first, first + rows.stop - rows.start)
-
-    def may_be_coded(self, own: str) -> bool:
-        """Whether the weight named `own` is coded if the form has a code."""
-        return self.form.covers(own, self.model.shape)
-
     def on_device(self, device: torch.device) -> Chunk:
         """Memory for a resident layer. Raises `TierCapacityError` if the device has none."""
         try:

@@ -19,14 +19,14 @@ class Rotary:
     """Cosine and sine of every column's angles, float32. Their first axis is 1 if all sequences share positions.
 
     Attributes:
-        columns: columns of the rows; None for all columns, in order.
         query_scale: factor of the queries, by column; None for 1.
+        columns: columns of the rows; None for all columns, in order.
     """
 
     cos: Float[Tensor, "batch 1 length half"]
     sin: Float[Tensor, "batch 1 length half"]
+    query_scale: Float[Tensor, "batch 1 length 1"] | None
     columns: Int[Tensor, "sequences rows"] | None = None
-    query_scale: Float[Tensor, "batch 1 length 1"] | None = None
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, rotation: Rotation) -> "Rotary":

@@ -118,7 +118,7 @@ class ModelShape:
     keys_of_values: bool = False
     sink_tokens: int = 0
     conditioned: bool = False
-    experts: Experts | None = None
+    experts: Experts | None
     matrices: Mapping[str, tuple[int, int]] = field(hash=False)
     weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
     own_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)

@@ -167,17 +167,13 @@ class Tiers:
     def scratch_bytes(self) -> int:
         return 0 if self._scratch is None else self._scratch.file_bytes
 
-    def progress(self) -> None:
-        """Count the copies that have ended. Never blocks."""
-        self.traffic.harvest()
-
     def synchronize(self) -> None:
         """Block the host until every copy so far has ended."""
         self.traffic.synchronize()
 
     def stats(self) -> TierStats:
         """A copy of the figures so far."""
-        self.progress()
+        self.traffic.harvest()
         stats, chunks = deepcopy(self._stats), self._host.values()
         stats.pinned_requested = sum(chunk.bytes.numel() for chunk in chunks)
         stats.pinned_actual = sum(chunk.actual_bytes for chunk in chunks)
@@ -190,7 +186,7 @@ class Tiers:
         return self.stats()
 
     def restart_stats(self) -> None:
-        self.progress()
+        self.traffic.harvest()
         self._stats.restart()
 
     def check_integrity(self) -> None:

@@ -77,7 +77,7 @@ class Traffic:
         return before + [Settled(event) for fence in writes for event in fence.before_write()]
 
     def harvest(self) -> None:
-        """Count the jobs that have ended, each after all earlier jobs of its lane."""
+        """Count the jobs that have ended, each after all earlier jobs of its lane. Never blocks."""
         for jobs in self._jobs.values():
             while jobs and jobs[0].event.done():
                 self._count(jobs.popleft())
@@ -99,7 +99,7 @@ class Traffic:
 
     def _count(self, job: _Job) -> None:
         event, times = job.event, job.event.times
-        submitted = times.submitted or 0
+        submitted = times.submitted
         started = times.started or submitted
         if event.lane is None:
             self._record(Waited(lane=job.lane, late=job.late, began=submitted, ended=started, layer=job.layer))
