@@ -101,7 +101,7 @@ def left_by_shares(row: Row, bound: float, steps: int) -> list[int]:
 def test_threshold_in_shares(steps: int, part: list[float], bound: float):
     whole: Row = [*part] * steps  # the steps share the tokens out evenly, or the authors' code stops
     rows: list[Row] = [whole, [0.3] + [None] * (len(whole) - 1)]  # the second has a share of its own
-    state = parity.rule("threshold", confidence_threshold=bound).start(steps)
+    state = parity.rule("threshold", confidence_threshold=bound).start(steps, Generators(0, 2, CPU))
     state.begin_block(candidates(rows).pending)
     left: list[int] = []
     while best_first(rows[0]):
@@ -172,7 +172,7 @@ def test_a_step_always_commits(rule: CommitRule, confidence: float):
 )
 def test_static_schedule(tokens: int, steps: int, quotas: list[int]):
     assert sum(quotas) == tokens
-    state = Static().start(steps)
+    state = Static().start(steps, Generators(0, 1, CPU))
     for _ in range(2):  # a second block begins the schedule again
         row: Row = [float(i % 3) for i in range(tokens)]
         state.begin_block(candidates([row]).pending)
@@ -189,7 +189,7 @@ def test_static_quotas_are_of_each_sequence():
 
 def test_state_belongs_to_one_call():
     rule, given = Static(), candidates([[0.1, 0.2, 0.3, 0.4]])
-    first, second = rule.start(3), rule.start(3)
+    first, second = (rule.start(3, Generators(0, 1, CPU)) for _ in range(2))
     for state in (first, second):
         state.begin_block(given.pending)
     assert [int(state.choose(given).sum()) for state in (first, first, second, second)] == [2, 1, 2, 1]
@@ -236,7 +236,7 @@ def test_timestep_ties_go_left_and_a_block_ends():
 
 def test_timestep_counts_masks_that_it_is_not_shown():
     """Under a policy that computes only some of a block's rows; and sequence by sequence."""
-    state = Timestep().start(4)
+    state = Timestep().start(4, Generators(0, 2, CPU))
     everything: list[Row] = [[0.1] * 8, [0.2, 0.1, 0.2, 0.1, None, None, None, None]]
     state.begin_block(candidates(everything).pending)
     # Of 8 and 4 masks a little less than a quarter is due, but a sequence with shown masks fixes one at least.

@@ -32,6 +32,7 @@ from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 NAN = math.nan
+CPU = torch.device("cpu")
 
 # ---- the rule ----
 
@@ -94,7 +95,7 @@ def token_by_token(rule: DriftAware, steps: list[list[tuple[float, float]]]) -> 
 def test_the_rule_token_by_token(rule: DriftAware, steps: list[list[list[tuple[float, float]]]]):
     batch, length = len(steps[0]), len(steps[0][0])
     expected = [token_by_token(rule, [step[i] for step in steps]) for i in range(batch)]
-    state = rule.start(1)
+    state = rule.start(1, Generators(0, batch, CPU))
     for _ in range(2):  # the first block must not change the second
         pending = torch.ones(batch, length, dtype=torch.bool)
         state.begin_block(pending)
@@ -107,7 +108,7 @@ def test_the_rule_token_by_token(rule: DriftAware, steps: list[list[list[tuple[f
 
 def early(rule: DriftAware, drifts: list[float], confidence: float = 0.85) -> list[bool]:
     """Whether a token of that confidence passes early, by step; another token is always the most confident one."""
-    state = rule.start(1)
+    state = rule.start(1, Generators(0, 1, CPU))
     pending = torch.ones(1, 2, dtype=torch.bool)
     state.begin_block(pending)
     return [bool(state.choose(candidates([[0.95, confidence]], pending, [[0.0, drift]]))[0, 1]) for drift in drifts]
@@ -134,7 +135,7 @@ def test_early_commits(options: dict[str, Any], drifts: list[float], passes: lis
 
 def test_sequences_that_go_on_keep_their_history():
     rule, pending = DriftAware(), torch.ones(3, 2, dtype=torch.bool)
-    state = rule.start(1)
+    state = rule.start(1, Generators(0, 3, CPU))
     state.begin_block(pending)
     state.choose(candidates([[0.95, 0.8]] * 3, pending, [[0.0, 0.0], [0.0, 1.15], [0.0, 0.0]]))
     state.keep([1, 2])
@@ -144,7 +145,7 @@ def test_sequences_that_go_on_keep_their_history():
 
 def test_the_rule_needs_the_drift():
     pending = torch.ones(1, 2, dtype=torch.bool)
-    state = DriftAware().start(1)
+    state = DriftAware().start(1, Generators(0, 1, CPU))
     state.begin_block(pending)
     with pytest.raises(ValueError, match="drift"):
         state.choose(candidates([[0.5, 0.6]], pending, None))
@@ -175,7 +176,7 @@ class Recorder(CommitRule):
     needs_shift: ClassVar[bool] = True
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Recording(self.seen)
 
 

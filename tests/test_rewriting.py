@@ -70,7 +70,7 @@ def open_block(tokens: Tensor, noise: Noise, *, temperature: float = 0.0, seed: 
 
 
 def begun(rule: Adaptive | Ancestral, steps: int, tokens: Tensor) -> RewritingState:
-    state = rule.start(steps)
+    state = rule.start(steps, Generators(5, len(tokens), torch.device("cpu")))
     assert isinstance(state, RewritingState)
     state.begin_block(torch.ones_like(tokens, dtype=torch.bool))
     return state

@@ -40,7 +40,7 @@ def proposed(
     return propose(opened(logits, pending, sampling, streams))
 
 
-def opened(logits: Tensor, pending: Tensor, sampling: Sampling, streams: Generators | None = None) -> OpenBlock:
+def opened(logits: Tensor, pending: Tensor, sampling: Sampling, streams: Generators) -> OpenBlock:
     remaining = pending.sum(dim=1).tolist()
     return OpenBlock(
         logits=logits.clone(), tokens=torch.full_like(pending, MASK, dtype=torch.long), pending=pending,
@@ -268,7 +268,7 @@ def test_the_cut_of_top_p_does_not_depend_on_the_order_of_the_sum(monkeypatch: p
 
     def left() -> list[Tensor]:
         cuts = [Sampling(temperature=1.0, top_p=float(sums[at])) for at in range(0, 500, 4)]
-        return [drawn_from(opened(logits, pending, cut)) for cut in cuts]
+        return [drawn_from(opened(logits, pending, cut, Generators(0, 1, CPU))) for cut in cuts]
 
     def from_behind(part: Tensor, dim: int) -> Tensor:
         return part.sum(dim, keepdim=True) - part.flip(dim).cumsum(dim).flip(dim) + part

@@ -34,7 +34,7 @@ class LastFirst(CommitRule):
     name: ClassVar[str] = "last_first"
     offered: list[list[bool]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _LastFirst(self.offered)
 
 
@@ -74,7 +74,7 @@ def test_in_parity_a_rule_may_leave_the_first_token_open(runtime: Runtime, polic
             return super().choose(candidates) & (self.steps > 2)
 
     class LateRule(LastFirst):
-        def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+        def start(self, steps_per_block: int, streams: Generators) -> CommitState:
             return Late(self.offered)
 
     rule = LateRule()

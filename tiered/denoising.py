@@ -70,7 +70,7 @@ def denoiser(
     )
     rules = [options.rule.start(options.steps_per_block, generators)]
     if options.correction_steps:
-        rules.append(Adaptive().start(options.correction_steps))
+        rules.append(Adaptive().start(options.correction_steps, generators))
     shift = None
     if needed.compared is not None:
         kept = allocated(attention_rows(sizes)[0], device)

@@ -102,7 +102,7 @@ class Capped(Threshold):
 
     by_time: ClassVar[bool] = True
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Shared(self.confidence_threshold, steps_per_block)
 
 
@@ -132,7 +132,7 @@ class Endless(Adaptive):
     """If masks alone are the noise and all are gone, the code goes on. It rewrites the tokens that `torch.topk` finds
     among NaNs."""
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Endless(self, steps_per_block)
 
 

@@ -22,6 +22,10 @@ class AttentionShift:
 
     The rows are those whose logits the step needs, so entry i of the shift belongs to the block's token i even with a
     prediction shift. Each row passes the last layer's attention at most once a step.
+
+    Attributes:
+        shift: KL in nats of each row's attention in this step from its attention when it was last computed, mean over
+            heads. NaN for a row not computed in this step, or never before.
     """
 
     def __init__(
@@ -45,12 +49,6 @@ class AttentionShift:
         self._known = torch.zeros(batch, block_length, dtype=torch.bool, device=log_rows.device)
         self._stored = False
 
-    @property
-    def shift(self) -> Float32[Tensor, "batch block"]:
-        """KL in nats of each row's attention in this step from its attention when it was last computed, mean over
-        heads. NaN for a row not computed in this step, or never before."""
-        return self._shift
-
     def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
         """Begin a forward that needs the rows from column `first_row`. `forget`: True for a sequence without a step
         before."""
@@ -62,7 +60,7 @@ class AttentionShift:
             self._known &= ~on_device(forget, self._known.device)[:, None]
         self._compare = self._stored and not all(forget)
         self._stored = True  # true when the next step begins
-        self._shift = self._log_rows.new_full((batch, block_length), torch.nan)
+        self.shift = self._log_rows.new_full((batch, block_length), torch.nan)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences (ascending), at a block's end."""
@@ -128,5 +126,5 @@ class AttentionShift:
         known = self._known[:, block_rows]
         if self._compare:
             shift = shift.div_(heads).masked_fill_(~known, torch.nan)
-            self._shift[:, block_rows] = shift if present is None else shift.where(present, self._shift[:, block_rows])
+            self.shift[:, block_rows] = shift if present is None else shift.where(present, self.shift[:, block_rows])
         known |= True if present is None else present

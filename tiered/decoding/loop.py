@@ -15,7 +15,7 @@ from tiered.decoding.asking import Asking, next_pass, read
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.not_finite import cause, first_broken
-from tiered.decoding.observers import CallInspector, Inspector, Traced
+from tiered.decoding.observers import CallInspector, Inspector
 from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
@@ -25,6 +25,7 @@ from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.models.logit_tiles import LogitTiles
 from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.policies.polestar.policy import Drifting
 
 
 class Denoiser:
@@ -84,7 +85,7 @@ class Denoiser:
                 self.canvas.reopen()
                 self._ended = [False] * self.canvas.batch
             yield from self._denoise(final=rule is self._rules[-1])
-        self._result.updates = self.policy.updates if isinstance(self.policy, Traced) else ()
+        self._result.updates = self.policy.updates if isinstance(self.policy, Drifting) else ()
         self._result.seconds = time.perf_counter() - began
         self._result.answers_read = yield from read(self._result.answers)
         return self._result

@@ -1,11 +1,10 @@
 """Observers that a caller may pass: streamers of tokens, and inspectors of caches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from jaxtyping import Bool, Int, Int8
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.canvas import Canvas
@@ -13,7 +12,6 @@ from tiered.core.features import Account
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PolicyState, Step, StepKind
-from tiered.policies.polestar.update_log import GroupUpdate
 
 
 @runtime_checkable
@@ -77,21 +75,6 @@ def check_inspector(inspector: object) -> None:
     """Raise `TypeError` unless `inspector` is an `Inspector` or None."""
     if inspector is not None and not isinstance(inspector, Inspector):
         raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
-
-
-@runtime_checkable
-class Traced(Protocol):
-    """The state of a policy that reports its updates and where its features lie."""
-
-    @property
-    def updates(self) -> Sequence[GroupUpdate]:
-        """Records of all updates so far."""
-        ...
-
-    def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
-        """`ColumnState` flags `STORED` and `FETCHED` of every canvas column after `step`. None if all features are on
-        the device."""
-        ...
 
 
 @runtime_checkable

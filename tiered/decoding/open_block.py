@@ -27,7 +27,7 @@ class OpenBlock:
             rewrite, and by `by_rows`.
         barred: tokens that no row may have.
         early: True for rows that may not have one of `ends`; None for no row.
-        streams: random streams; None is allowed at temperature 0.
+        streams: random streams.
         process: noise process of the model's training; None for masks alone, and for random tokens.
         sequence: the batch's number of the first sequence here, for its stream.
         names: numbers of the rows in the block, for `streams`; None for 0, 1, 2 and so on.
@@ -40,8 +40,8 @@ class OpenBlock:
     pending: Bool[Tensor, "batch rows"]
     remaining: list[int]
     mask_token_id: int
+    streams: Generators
     sampling: Sampling = GREEDY
-    streams: Generators | None = None
     process: Noise | None = None
     barred: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()

@@ -76,7 +76,8 @@ class OutputWriter:
         self._told = 0  # columns of answers sent to the streamer
         self.ends, self._pad = ends, model.pad_token_id
         lengths = [stop - tail for stop, tail in zip(stops, self._counts, strict=True)]
-        self.result = GenerationState(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
+        answers = self._behind_prompts(self._columns, stops)
+        self.result = GenerationState(answers=answers, lengths=lengths, forwards=[0] * canvas.batch)
         self.stop_at_eos = stop_at_eos
         self.canvas, self._streamer = canvas, streamer
         self._put_draft = getattr(streamer, "put_draft", None)
@@ -136,14 +137,11 @@ class OutputWriter:
             tokens.masked_fill_(over & (ends.cumsum(dim=1) - ends > 0), self._pad)
             answers[places, stop - offset :] = answers[places, stop - offset :].masked_fill(over, self._pad)
         answers[places, start - offset : stop - offset] = tokens
-        self.result.answers = self._answers()
+        self.result.answers = self._behind_prompts(self._columns, self._stops)
 
     def _places(self) -> Int[Tensor, " sequences"]:
         """Rows of the canvas's sequences in the answers. A tensor, because indexing by a list waits for the device."""
         return on_device(self.canvas.numbers, self._columns.device)
-
-    def _answers(self) -> Int[Tensor, "batch answer"]:
-        return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
         """The answers' tokens in the block at `start`: not those of prompts at the beginning of the first block,

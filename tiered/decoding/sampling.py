@@ -134,7 +134,6 @@ def _draw(
 ) -> Int[Tensor, " rows"]:
     """Samples of one sequence's rows. One sequence at a time, because float64 Gumbel numbers take twice the logits'
     room."""
-    assert block.streams is not None, "a temperature above 0 needs streams"
     allowed = block.whole[sequence, rows]
     if least is not None:
         allowed.masked_fill_(allowed < least[sequence, rows][:, None], -torch.inf)

@@ -58,7 +58,7 @@ class TiledSums:
     def of(cls, block: OpenBlock, temperature: float) -> "TiledSums":
         """Pending rows draw. A draw is the argmax of a logit plus a Gumbel number, so that no tile needs the others'
         sums."""
-        assert isinstance(block.logits, LogitTiles) and block.streams is not None, "tiles, and streams for the draws"
+        assert isinstance(block.logits, LogitTiles), "made of tiles"
         model, hidden, rows = block.logits.model, block.logits.hidden, block.pending_rows()
         # Everything is relative to the largest logit so far, as above.
         peak = torch.full_like(block.tokens, _LEAST, dtype=torch.float32)

@@ -34,8 +34,8 @@ def masked_scores(
     else:
         check_attention(queries, keys)
         folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
-        scores = (folded @ keys.transpose(-1, -2)).float().mul_(head_dim**-0.5).view(batch, heads, rows, length)
-        scores = scores if soft_cap is None else capped(scores, soft_cap)
+        scores = (folded @ keys.transpose(-1, -2)).float().mul_(head_dim**-0.5)
+        scores = capped(scores.view(batch, heads, rows, length), soft_cap)
     if key_mask is not None:
         scores.masked_fill_(~key_mask[:, None, None], -torch.inf)
     if stop is not None:

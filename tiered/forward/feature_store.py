@@ -14,7 +14,6 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.row_code import RowCode
 
 
 def allocated(buffer: Buffer, device: torch.device) -> Tensor:
@@ -29,6 +28,10 @@ class FeatureStore:
     Keys are stored after RoPE, so a cached key is never rotated again. Keys that are made of values have no elements
     here (`ModelShape.keys_of_values`). A feature that is kept for one layer of many is
     a workspace that every layer overwrites. A policy without a cache needs only that.
+
+    Attributes:
+        code: the code of keys and values; None for none.
+        streamed_from: the first canvas column with layers below the device; None if all layers are resident.
     """
 
     def __init__(
@@ -46,7 +49,8 @@ class FeatureStore:
             feature: [allocated(buffer, device) for buffer in buffers]
             for feature, buffers in feature_buffers(sizes, features, most_rows, below).items()
         }
-        self._sequences, self._kv = sizes.sequences, sizes.kv
+        self._sequences, self.code = sizes.sequences, sizes.kv
+        self.streamed_from: int | None = None
         self._kinds = sizes.shape.kinds()
         self._begins = [0] * len(self._kinds)  # the first column kept in layers of each kind
         self._kind = {layer: number for number, kind in enumerate(self._kinds) for layer in kind.layers}
@@ -56,16 +60,6 @@ class FeatureStore:
             for kind in self._kinds
             for place, layer in enumerate(layer for layer in kind.layers if layer not in below.get(feature, ()))
         }
-
-    @property
-    def streamed_from(self) -> int | None:
-        """The first canvas column with layers below the device; None if all layers are resident."""
-        return None
-
-    @property
-    def code(self) -> RowCode | None:
-        """The code of keys and values; None for none."""
-        return self._kv
 
     def memory(self, feature: Feature) -> Float[Tensor, "layers sequences heads length stored"] | None:
         """Stored rows of all layers, in elements of the model's dtype. None if layers are of several kinds, share a
@@ -126,10 +120,10 @@ class FeatureStore:
     ) -> None:
         """Store `values` at `rows`. For every feature rows count columns of the canvas."""
         first, target = self._first[feature] + self.kept(layer).start, self._target(feature, layer, rows)
-        if self._kv is None or feature not in KEY_VALUE:
+        if self.code is None or feature not in KEY_VALUE:
             rows.put(target, values, first)
         else:  # as integers: copying codes as floats may change the bits of NaN
-            rows.put(target.view(torch.int32), CodedRows.of(values, self._kv).bytes.view(torch.int32), first)
+            rows.put(target.view(torch.int32), CodedRows.of(values, self.code).bytes.view(torch.int32), first)
 
     def keep(self, sequences: list[int]) -> None:
         """Keep only these sequences (ascending). The room of the others is not given back before the call ends."""
@@ -154,7 +148,7 @@ class FeatureStore:
     def _coded(
         self, feature: Feature, layer: int, stored: Float[Tensor, "batch heads columns stored"]
     ) -> Float[Tensor, "batch heads columns elements"] | CodedRows:
-        if self._kv is None or feature not in KEY_VALUE:
+        if self.code is None or feature not in KEY_VALUE:
             return stored
         head_dim = self._kinds[self._kind[layer]].shape.head_dim
-        return CodedRows(stored.view(torch.uint8), self._kv, head_dim, stored.dtype)
+        return CodedRows(stored.view(torch.uint8), self.code, head_dim, stored.dtype)

@@ -21,10 +21,11 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
-from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
+from tiered.forward.passes import AttentionProbe, AttentionWatch, Between, BranchKeeper, Pass, RowsProbe
+from tiered.forward.streamed_weights import StreamedWeights
 from tiered.kernels.coded_rows import KeyValue
 from tiered.kernels.keys_of_values import Keys
-from tiered.models.attention import Limits, heads_joined, merged
+from tiered.models.attention import heads_joined, merged
 from tiered.models.base import DiffusionModel, RouterProbe, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
@@ -67,7 +68,7 @@ class Forward:
         positions: Int[Tensor, "batch length"],
         limits: CanvasLimits | None = None,
         tiers: Tiers | None = None,
-        weights: LayerWeights | None = None,
+        weights: StreamedWeights | None = None,
     ) -> None:
         """
         Args:
@@ -361,7 +362,7 @@ class Forward:
         of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [
             (queries[:, :, some], keys[:, :, columns], values[:, :, columns], limits)
-            for some, columns, limits in self._groups(of_canvas, len(queries), window, kept)
+            for some, columns, limits in self.limits.of_rows(of_canvas, len(queries), window, kept)
         ]
         if self.reads:
             own = self.model.attend_part(layer, *groups[0], sinks=True)
@@ -369,13 +370,6 @@ class Forward:
             return heads_joined(merged(own, others).to(queries.dtype))
         mixed = [self.model.attend(layer, *group) for group in groups]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
-
-    def _groups(self, rows: Rows, batch: int, window: int | None, kept: slice) -> list[tuple[slice, slice, Limits]]:
-        """As `CanvasLimits.of_rows`, with columns that count from the first one `kept`."""
-        return [
-            (some, slice(columns.start - kept.start, columns.stop - kept.start), limits)
-            for some, columns, limits in self.limits.of_rows(rows, batch, window, kept)
-        ]
 
     @spanned(Op.QKV)
     def queries(

@@ -66,7 +66,7 @@ class CanvasLimits:
         """Groups of `rows` in order: their slice, the columns that they read with this `window`, and limits among these
         columns. A span is split into final rows and others, so that attention sums over a row as in a pass of either.
         Scattered rows have limits of their own, unless the host knows that they read all columns. `kept`: columns that
-        have keys and values; None for all."""
+        have keys and values, the first of which counts as 0; None for all."""
         kept = slice(0, self.length) if kept is None else slice(kept.start, min(kept.stop, self.length))
         final, every = self.final, (slice(0, rows.count), kept)
         if isinstance(final, Tensor):
@@ -76,7 +76,11 @@ class CanvasLimits:
         else:
             groups = [(*every, self.shape.block_causal or not rows.within or rows.within[0] < final)]
         return [
-            (some, columns, self._limits(rows[some].index.expand(batch, -1) if by_row else None, columns, window))
+            (
+                some,
+                slice(columns.start - kept.start, columns.stop - kept.start),
+                self._limits(rows[some].index.expand(batch, -1) if by_row else None, columns, window),
+            )
             for some, columns, by_row in groups
         ]
 

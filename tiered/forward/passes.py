@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -91,11 +91,3 @@ RowsProbe = Callable[[Rows, int], None]
 BranchKeeper = Callable[[Feature, slice, Tensor], None]
 # Called with the work done in a layer, in rows of all sequences together.
 Between = Callable[[float], None]
-
-
-@runtime_checkable
-class LayerWeights(Protocol):
-    """Weights of layers that may be below the device."""
-
-    def enter(self, layer: int) -> None:
-        """Make the weights of `layer` usable, and of no other layer."""

@@ -31,10 +31,7 @@ class StreamedFeatureStore(FeatureStore):
         self._touched = TouchedColumns()
         dtype = getattr(torch, needed.sizes.dtype)
         self._streamed = {feature: StreamedFeature(stream, tiers, dtype) for feature, stream in streamed.items()}
-
-    @property
-    def streamed_from(self) -> int | None:
-        return min(self._first[feature] for feature in self._streamed)
+        self.streamed_from = min((self._first[feature] for feature in streamed), default=None)
 
     def keep(self, sequences: list[int]) -> None:
         for streamed in self._streamed.values():
@@ -44,9 +41,7 @@ class StreamedFeatureStore(FeatureStore):
     def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
         self._tiers.traffic.harvest()
         streamed = self._streamed.get(feature)
-        if streamed is None:
-            return super()._kept(feature, layer)
-        if layer in streamed:
+        if streamed is not None and layer in streamed:
             return streamed.view(layer, self._sequences)
         return super()._kept(feature, layer)
 

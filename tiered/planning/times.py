@@ -234,7 +234,7 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
         return DryForward(block, asked.kind, count)
     rows, fetched = float(count), 0.0
     if isinstance(asked.program, BranchStep):
-        rows = asked.program.expected_rows(count, layers)
+        rows = asked.program.expected_rows(count)
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
         kept = policy.cluster_sizes(sizes)
         # If each layer adds clusters, a layer has half of them on average.

@@ -84,6 +84,6 @@ class CommitRule(ABC):
         return False
 
     @abstractmethod
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         """Fresh state for one call. Rules with a schedule divide a block's tokens by `steps_per_block`. A rule that
         draws takes its numbers from `streams`, a block at a time (`Generators.of_block`)."""

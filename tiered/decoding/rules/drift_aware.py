@@ -50,7 +50,7 @@ class DriftAware(CommitRule):
                 f"confidence_threshold = {self.confidence_threshold}"
             )
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Rising(self)
 
 

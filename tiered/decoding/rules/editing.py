@@ -50,7 +50,7 @@ class JointThreshold(CommitRule):
         check_integer("max_post_steps", self.max_post_steps, least=0)
         check_integer("num_to_transfer", self.num_to_transfer, least=1)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Joint(self)
 
 

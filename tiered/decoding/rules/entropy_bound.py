@@ -60,8 +60,7 @@ class EntropyBound(CommitRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
-        assert streams is not None, "a rule that draws needs streams"
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Accepting(self, steps_per_block, streams)
 
 

@@ -24,7 +24,7 @@ class Static(CommitRule):
     name: ClassVar[str] = "static"
     rank: ClassVar[int] = 0
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Quota(steps_per_block)
 
 
@@ -48,7 +48,7 @@ class Quota(CommitRule):
         if self.confidence_threshold is not None:
             check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Surest(steps_per_block, self.confidence_threshold)
 
 
@@ -61,7 +61,7 @@ class Sequential(CommitRule):
     tempered_confidence: ClassVar[bool] = True
     top_k_first: ClassVar[bool] = True
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _First(steps_per_block)
 
 

@@ -94,7 +94,7 @@ class Adaptive(RewritingRule):
         check_integer("tokens_per_step", self.tokens_per_step, least=1)
         RewritingRule.__post_init__(self)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return MostWanted(self, steps_per_block)
 
 
@@ -162,7 +162,7 @@ class Ancestral(RewritingRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Posterior(self, steps_per_block)
 
 
@@ -173,7 +173,6 @@ class _Posterior(RewritingState):
         return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
 
     def _drawn(self, block: OpenBlock) -> tuple[Int[Tensor, "batch rows"]]:
-        assert block.streams is not None, "a rule that draws needs streams"
         process, noisy, cleaner = self.levels(block)
         tokens = block.tokens.clone()
         expected = drawn_from(block)

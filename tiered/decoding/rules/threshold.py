@@ -28,7 +28,7 @@ class Threshold(CommitRule):
     def __post_init__(self) -> None:
         check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return AtLeast(self.confidence_threshold)
 
 
@@ -61,7 +61,7 @@ class Factor(CommitRule):
         if self.factor == 0:
             raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Leading(self.factor)
 
 

@@ -71,8 +71,7 @@ class Timestep(CommitRule):
     def draws(self) -> bool:
         return self.confidence_temperature > 0
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
-        assert streams is not None or not self.draws, "a rule that draws needs streams"
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Shares(self, steps_per_block, streams if self.draws else None)
 
 
@@ -123,8 +122,7 @@ class Origin(CommitRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
-        assert streams is not None, "a rule that draws needs streams"
+    def start(self, steps_per_block: int, streams: Generators) -> CommitState:
         return _Chance(steps_per_block, self.schedule_floor, streams)
 
 

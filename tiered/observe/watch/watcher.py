@@ -16,11 +16,11 @@ from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
-from tiered.decoding.observers import Traced
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.watch.frame import Frame, TokenState
 from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.policies.polestar.policy import Drifting
 from tiered.tiers.stats import ENDS
 
 
@@ -106,7 +106,7 @@ class Watcher:
         self._step, rows, before = step, step.canvas.numbers, self._frame
         counts = self._counts[: step.canvas.batch].to("cpu", copy=True).numpy()
         self._counts.zero_()
-        states = self._policy.column_states(step) if isinstance(self._policy, Traced) else None
+        states = self._policy.column_states(step) if isinstance(self._policy, Drifting) else None
         states = np.zeros(counts.shape, dtype=np.int8) if states is None else states.copy()
         states[counts > 0] |= ColumnState.RECOMPUTED
         if (streamed := self._forward.store.streamed_from) is not None:

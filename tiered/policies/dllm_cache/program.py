@@ -66,7 +66,7 @@ class BranchStep:
         first = max(0, block[0] - self._start)
         self._block = (first, max(first + 1, block[1] - self._start))
 
-    def expected_rows(self, span: int, layers: int) -> float:
+    def expected_rows(self, span: int) -> float:
         """Mean rows of the first sequence that a layer recomputes, of the `span` rows of the step."""
         return span - (self._stop - self._start - self._work.rows[0])
 

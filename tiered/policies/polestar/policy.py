@@ -205,12 +205,15 @@ class Drifting(PolicyState):
             self._cache.keep(sequences)
 
     def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
+        """`ColumnState` flags `STORED` and `FETCHED` of every canvas column after `step`. None if all features are on
+        the device."""
         if self._cache is None or not self._cache.states:
             return None
         return self._cache.column_states(self._forwards - 1, step.canvas.length)
 
     @property
     def updates(self) -> Sequence[GroupUpdate]:
+        """Records of all updates so far."""
         return () if self._cache is None else self._cache.log
 
     @property
