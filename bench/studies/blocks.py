@@ -1,4 +1,4 @@
-"""Families whose rows see blocks: recorded histories again, and the exact cache beside the rows that it feeds.
+"""Families whose rows see blocks: recorded histories again, and the exact cache beside a full pass.
 
 Part `recorded`: every recorded case of a family, logits and histories with the rows of each forward. Part `cost`: a
 random model of SDAR-8B's proportions in float32 answers behind a prompt. Its floor is a full pass with torch's own

@@ -1,4 +1,4 @@
-"""The share of an update's copies that compute hides, with a GPU's link slowed down to this machine's attention.
+"""The share of an update's copies that compute hides, with a GPU's link slowed down to this CPU's speed.
 
 Nothing here is a measurement of a GPU: the ratio of a copy to a block's attention follows from data sheets.
 """

@@ -1,4 +1,4 @@
-"""The policies that pay in each regime: seconds, rows and bytes by context, blocks, steps, width, budget and link.
+"""The policies that pay by context, blocks, steps, width, budget and link: in seconds, rows and bytes.
 
 The points are a star, because the full product would take days. Every number of blocks stands beside every context,
 with the first value of each other axis. Then every other value of one of these axes stands beside every context, at the
