@@ -17,6 +17,7 @@ from tiered.core.rows import Rows
 from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
+from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.base import Step
 from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
@@ -78,6 +79,18 @@ class Look:
         model, keys = self.forward.model, self.forward.keys(of.layer)
         cap, sinks = model.shape.soft_cap, model.sink_keys(of.layer)
         return attention_weights(of.queries, keys, None, soft_cap=cap, sink_keys=sinks)[0]
+
+
+class QuickKeys(LayerKeys):
+    """Keys whose log-sum-exps come from torch's attention. On a CPU it takes a fifth of the time for as many queries as
+    there are columns; models of studies have no sinks, caps, or masks."""
+
+    def log_sums(self, queries: Float[Tensor, "batch heads clusters head_dim"]) -> LogSumExp:
+        assert self.key_mask is None and self.soft_cap is None and self.sink_keys is None
+        assert isinstance(self.keys, Tensor)
+        keys = self.keys.repeat_interleave(queries.shape[1] // self.keys.shape[1], 1)
+        _, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, keys)
+        return LogSumExp(sums, torch.ones_like(sums))
 
 
 class Selector(ABC):
@@ -214,7 +227,7 @@ class Drift(Highest):
             self._queries[layer] = queries.clone()
         else:
             rows.put(self._queries[layer], queries)
-        attended, block = LayerKeys.of(forward, layer, values=self.of_output), Look(forward, step).block
+        attended, block = QuickKeys.of(forward, layer, values=self.of_output), Look(forward, step).block
         self._references[layer] = DriftReference.of(self._queries[layer], attended, block)
         return pass_
 
@@ -223,9 +236,12 @@ class Drift(Highest):
 
     def drift(self, look: Look, layer: int) -> Scores:
         """The drift of every row in `layer`, once the block's keys are written there: nothing else has changed."""
-        attended, reference = LayerKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
+        attended, reference = QuickKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
-        return reference.measured(self._queries[layer], attended, changed, anew=True)[0]
+        drift, _ = reference.measured(self._queries[layer], attended, changed)
+        if drift.isnan().any():
+            drift, _ = reference.measured(self._queries[layer], attended, changed, anew=True)
+        return drift
 
 
 class OutputDrift(Drift):
