@@ -56,9 +56,9 @@ def poisoned_memory() -> Iterator[None]:
     Torch fills new memory so in deterministic mode. Only warnings, since an operation of which torch has no
     deterministic form must run in a test as it does outside.
     """
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")  # not `use_deterministic_algorithms`, which imports the compiler
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 # Imports of ours and of Hugging Face stay inside the fixtures: the variables above come first.
