@@ -23,8 +23,9 @@ All arms update in the same steps, and all but Polestar renew the same rows in a
 Fixed beforehand: prompts of the validation split, from --seed on, are the same for all arms. Up to --prompts of them
 are for exact match, one token a step. The first --kl-prompts are for the KL from `none`, at every step of `none`'s own
 canvases, over pending tokens. After every 25 prompts an arm's share stops if its interval is at most 14 points wide.
-That is the width of 200 prompts half of which are right. No look at other arms stops it. A task of --task whose size is
-in prompt tokens is asked with each of --tokens, others as they come.
+That is the width of 200 prompts half of which are right. No look at other arms stops it. In the stored table an arm's
+share is left out if a smaller one has as many right as `none`, or a larger one has none right. A task of --task whose
+size is in prompt tokens is asked with each of --tokens, others as they come.
 
 The last line of stdout has, over all cells (a task, its tokens and a share) that the arms have in common,
 
