@@ -16,7 +16,7 @@ from workloads import selection_answers
 from workloads.oracles import KEPT, Oracle
 from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
 from workloads.selection_answers import ALONE, REFERENCES, check_arm, forced, forced_kl, measure, policy_of
-from workloads.selectors import BlockLayer, Look
+from workloads.selectors import BlockLayer, Look, QuickKeys
 
 import tiered
 from tiered.core.canvas import Canvas
@@ -25,6 +25,7 @@ from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.policies.polestar.drift import LayerKeys
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -301,3 +302,11 @@ def test_calls_that_a_selector_refuses_are_named(runtime: Runtime):
     with pytest.raises(RefusedError):
         list(measure(settings("drift", [10], call={"max_new_tokens": 0}), paths={"embedded": "embedded"}))
     check_arm("polestar-rows")
+
+
+def test_drift_takes_its_log_sum_exps_from_attention_of_torch():
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (3 * torch.randn(2, heads, rows, 16, generator=generator) for heads, rows in ((4, 70), (2, 90)))
+    ours, theirs = (kind(keys).log_sums(queries) for kind in (QuickKeys, LayerKeys))
+    found, expected = (sums.peak + sums.mass.log() for sums in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
