@@ -34,8 +34,8 @@ from workloads.models import VOCABULARY, in_records, random_model
 LAYERS = 6  # the first and the last count for nothing; of four between them one clusters, and three share its clusters
 WIDTH, CONTEXT = 128, 32  # two heads, so that joining them counts
 CALL = {"max_new_tokens": 16, "block_length": 8, "steps": 8, "stop_at_eos": False}
-# With them, so few rows have as many clusters as hundreds have, an update follows a step of two tokens, and an update
-# has a few of all rows.
+# With them, so few rows have as many clusters as hundreds have, an update follows a step of two tokens, and
+# `attended` renews few of all rows.
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "polestar": {"clusters": 8, "update_threshold": 2}, "attended": {"attended_rows": 8},
 }  # fmt: skip
