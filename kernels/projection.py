@@ -16,7 +16,8 @@ from tiered.kernels.weight_product_ref import weight_product
 # widths 512 to 4096, MKL on AVX2). Fewer or more rows gain nothing or lose. CUDA's library chooses for itself.
 FEW_ROWS = range(16, 257)
 # Row counts for which a CPU sums the products of a row in one order, whatever the other rows: `project`, in one or two
-# threads. Of other counts it multiplies one to three rows by themselves, in another order.
+# threads. Of other counts it multiplies one to three rows by themselves, in another order. MKL on Intel's CPUs does so
+# with `MKL_CBWR=AUTO,STRICT` in the environment, for every count; without it the order depends on the count.
 ONE_ORDER = frozenset({4, 8, *range(12, FEW_ROWS.stop)})
 
 

@@ -3,9 +3,9 @@
 Norms, projections, the MLP and the head take all rows at once, so calls share one read of each weight. Each call has a
 store of its own. Kernels write and read all stores by a table of addresses, in as many launches as for one call. On the
 CPU a row's result does not depend on the other rows in the batch. There the library sums the products of a row in one
-order, for the row counts in `ONE_ORDER`. Calls with other row counts go alone. On CUDA the fewest rows, such as a block
-of four, gain most from sharing a read. There libraries choose kernels by the number of rows, so the last bits of a row
-can differ; not measured on a GPU.
+order, for the row counts in `ONE_ORDER`, which names a condition. Calls with other row counts go alone. On CUDA the
+fewest rows, such as a block of four, gain most from sharing a read. There libraries choose kernels by the number of
+rows, so the last bits of a row can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence
