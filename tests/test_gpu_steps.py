@@ -90,7 +90,7 @@ def test_full_size_is_that_of_llada_8b(part: Callable[[str], ModuleType], settin
     config = llada.llada_config(replace(setting, tiny=False))
     assert tiered.plan(config, context=64, policy="none").tiers[Tier.DEVICE].accounts[Account.WEIGHTS] == 2 * PARAMETERS
     assert config["max_sequence_length"] >= 131072
-    assert sum(parameter.numel() for parameter in llada.undrawn(config).parameters()) == PARAMETERS
+    assert sum(parameter.numel() for parameter in llada.without_weights(config).parameters()) == PARAMETERS
 
 
 def test_ids_are_no_special_tokens(part: Callable[[str], ModuleType], setting: Any) -> None:

@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
@@ -49,7 +48,7 @@ def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) 
 
 def _drawn(setting: Setting, config: dict[str, Any]) -> LLaDA:
     """A random model whose layers are one piece of memory each, as loading puts them: their products are joined."""
-    model = undrawn(config)
+    model = without_weights(config)
     dtype = getattr(torch, model.shape.dtype)
     model, draws = model.to(dtype), torch.Generator(setting.on).manual_seed(setting.seed)
     records = WeightRecords(model, dtype, RAW_WEIGHTS)
@@ -72,18 +71,10 @@ def draw(weight: torch.Tensor, draws: torch.Generator) -> None:
         weight.normal_(std=_STD, generator=draws)
 
 
-def undrawn(config: dict[str, Any]) -> LLaDA:
-    """A model on the meta device without draws, which would import half of torch there, for seconds."""
-    with torch.device("meta"), _Undrawn():
+def without_weights(config: dict[str, Any]) -> LLaDA:
+    """A model on the meta device."""
+    with torch.device("meta"):
         return LLaDA.from_config(config)
-
-
-class _Undrawn(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == torch.nn.init.__name__:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
 
 
 def random_runtime(setting: Setting, policy: Policy, memory: MemoryBudget | None = None) -> Runtime:

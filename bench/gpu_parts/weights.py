@@ -15,7 +15,7 @@ from torch import Tensor
 import tiered
 from gpu_parts.budget import torch_limit
 from gpu_parts.policy_calls import BLOCK, CallMemory, Measured, PolicyCall
-from gpu_parts.random_llada import draw, llada_config, random_ids, random_llada, undrawn
+from gpu_parts.random_llada import draw, llada_config, random_ids, random_llada, without_weights
 from gpu_parts.setting import Setting, checked, skipped
 from gpu_parts.step_figures import copies, measured_rates, times, work_of
 from tiered.core.budget import MemoryBudget
@@ -150,7 +150,7 @@ class _Drawn:
 
 def _runtime(setting: Setting, plan: Plan, budget: MemoryBudget) -> Runtime:
     """A runtime with weights in the form of `plan`, of which a call streams as many layers as it has to."""
-    model, ledger, shape = undrawn(llada_config(setting)), Ledger(budget), plan.sizes.shape
+    model, ledger, shape = without_weights(llada_config(setting)), Ledger(budget), plan.sizes.shape
     checkpoint = cast(Checkpoint, _Drawn(setting, shape))
     of: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": setting.on, "form": plan.sizes.weights}
     weights = load_weights(model, checkpoint, ledger, **of)

@@ -113,7 +113,8 @@ class DiffusionModel(nn.Module):
         self.mask_token_id = config.mask_token_id
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
-        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        # Not `nn.Embedding(...)`: it draws weights, and to do so on the meta device torch imports its compiler.
+        self.wte = nn.Embedding.from_pretrained(torch.zeros(shape.vocab_size, shape.width))
         norm = partial(self._norm, eps=config.norm_eps)
         sizes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers)]
         for own, size in shape.own_shapes.items():

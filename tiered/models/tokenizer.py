@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import transformers
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from tiered.models.locate import read_object
 
 VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 # Files of a tokenizer, for error messages.
 TOKENIZER_SOURCES = f"{VOCABULARY_FILE}, or vocab.json and merges.txt with {SETTINGS_FILE}"
-# Tokenizers that are code of repositories, with the class of transformers that does the same.
-_SAME_AS: Mapping[str, type[PreTrainedTokenizerBase]] = {"DreamTokenizer": Qwen2Tokenizer}
+# By `tokenizer_class`, the name of the class in transformers. For a repository's code it is the one that does the same.
+# The usual class is itself, since `AutoTokenizer` would read the files of all models of transformers, for a second.
+_CLASSES: Mapping[str, str] = {"DreamTokenizer": "Qwen2Tokenizer", "PreTrainedTokenizerFast": "PreTrainedTokenizerFast"}
 
 
 def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
@@ -25,13 +28,12 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
         return None
     kind = str(read_object(directory / SETTINGS_FILE).get("tokenizer_class")) if has_settings else ""
     try:
-        if kind in _SAME_AS:
-            tokenizer = _SAME_AS[kind].from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        else:
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        if kind not in _CLASSES:
             # An empty config keeps transformers from looking up the model family, which it would warn about.
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
-            )
+            options["config"] = transformers.PreTrainedConfig()
+        named: Any = getattr(transformers, _CLASSES.get(kind, "AutoTokenizer"))
+        tokenizer: PreTrainedTokenizerBase = named.from_pretrained(directory, **options)
         if getattr(tokenizer, "response_template", None) is not None:
             tokenizer.get_response_parser(prefix="")
     except Exception as error:  # transformers raises different types, depending on the file's content
