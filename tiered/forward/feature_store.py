@@ -51,7 +51,7 @@ class FeatureStore:
         }
         self._sequences, self.code = sizes.sequences, sizes.kv
         self.streamed_from: int | None = None
-        self._kinds = sizes.shape.kinds()
+        self._kinds = sizes.shape.kinds
         self._begins = [0] * len(self._kinds)  # the first column kept in layers of each kind
         self._kind = {layer: number for number, kind in enumerate(self._kinds) for layer in kind.layers}
         self._places = {

@@ -36,7 +36,7 @@ def part_rows(batch: int) -> int:
 def kv_bytes_per_token(shape: ModelShape, dtype: str, kv: RowCode | None = None) -> int:
     """Bytes of one more token's keys and values in all layers; those with a window take none beyond it. `kv`: their
     code; None for raw ones."""
-    growing, element = [kind for kind in shape.kinds() if kind.window is None], BYTES_PER_ELEMENT[dtype]
+    growing, element = [kind for kind in shape.kinds if kind.window is None], BYTES_PER_ELEMENT[dtype]
     rows = [(len(kind.layers), stored_row(kind.shape, each, kv, element)) for kind in growing for each in KEY_VALUE]
     return sum(layers * heads * elements * element for layers, (heads, elements) in rows)
 
@@ -159,13 +159,13 @@ def part_bytes(sizes: CallShape) -> int:
 def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
     """The part's temporaries by phase, of the layers that take most; `most_rows` as in `forward_buffers`. Products of
     one phase are freed before the next begins."""
-    kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds())
+    kinds = (_part_buffers(replace(sizes, shape=kind.shape), most_rows) for kind in sizes.shape.kinds)
     return max(kinds, key=lambda buffers: phase_bytes(buffers, Account.ACTIVATIONS))
 
 
 def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
     shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
-    tile = max(tile_bytes(sizes, factor, rows) for factor in _factors(shape))
+    tile = max(tile_bytes(sizes, factor, rows) for factor in shape.factors)
     of_weights = {"tile of the weights": ((tile,), "uint8")}
     products = {"products, half and result": ((3, rows, shape.heads_width), "float32")}
     # Before and after the heads are concatenated.
@@ -200,13 +200,6 @@ def _part_buffers(sizes: CallShape, most_rows: int | None) -> list[Buffer]:
         }
         buffers += phase("one product of queries, keys and values", normed | joined | codes)
     return buffers
-
-
-def _factors(shape: ModelShape) -> set[tuple[int, int]]:
-    """[out, inner] of the matrices that rows are multiplied by. Experts count one at a time."""
-    factors = {name: (size[0], size[1]) for name, size in shape.own_shapes.items() if shape.is_matrix(name)}
-    each = 1 if shape.experts is None else shape.experts.count
-    return {(out // each if ".experts_" in name else out, inner) for name, (out, inner) in factors.items()}
 
 
 def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDtype]) -> list[Buffer]:

@@ -48,7 +48,7 @@ class RowFlops(NamedTuple):
     @classmethod
     def of(cls, shape: ModelShape, context: int) -> "RowFlops":
         """Work of a row that attends to `context` columns, or to those in its window; on average over layers."""
-        widths = [(kind, len(kind.layers) * kind.shape.heads_width) for kind in shape.kinds()]
+        widths = [(kind, len(kind.layers) * kind.shape.heads_width) for kind in shape.kinds]
         heads_width = sum(width for _, width in widths) / shape.layers
         seen = sum(width * (kind.columns(context) + shape.sink_tokens) for kind, width in widths)
         attention = round(4 * seen / shape.layers)

@@ -22,7 +22,7 @@ def kv_code(name: str, shape: ModelShape) -> RowCode | None:
     """
     if name not in (RAW, *RowCode):
         raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
-    for of in (kind.shape for kind in shape.kinds() if name == RowCode.NVFP4):
+    for of in (kind.shape for kind in shape.kinds if name == RowCode.NVFP4):
         halves = 2 if of.keys_of_values else 1  # attention reads each half of values whose keys it makes
         if of.head_dim % (halves * GROUP):
             raise ValueError(
@@ -124,7 +124,7 @@ def feature_buffers(
         most_rows: most columns of a pass; None for the whole canvas.
         below: layers of each feature that are below the device.
     """
-    kinds, buffers = sizes.shape.kinds(), {feature: list[Buffer]() for feature in features}
+    kinds, buffers = sizes.shape.kinds, {feature: list[Buffer]() for feature in features}
     for feature, count in features.items():
         for kind in kinds:
             heads, elements = stored_row(kind.shape, feature, sizes.kv, sizes.element)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -51,7 +52,7 @@ class Experts:
         return self.count * (1 - (1 - self.picked / self.count) ** rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for the cached properties: plans ask thousands of times
 class ModelShape:
     """Sizes of a diffusion LM, in elements and rows; the same words for every family.
 
@@ -129,7 +130,7 @@ class ModelShape:
         """Records of a layer's matrices: one for each expert, or one."""
         return self.experts.count if self.experts else 1
 
-    @property
+    @cached_property
     def recorded(self) -> tuple[int, ...]:
         """Layers whose matrices are in records, ascending."""
         dense = self.experts.dense if self.experts else ()
@@ -178,20 +179,28 @@ class ModelShape:
         """Whether the layer has `global_heads`."""
         return self.global_heads is not None and self.window(layer) is None
 
-    def kinds(self) -> "list[Kind]":
+    @cached_property
+    def factors(self) -> frozenset[tuple[int, int]]:
+        """[out, inner] of the matrices of layers that rows are multiplied by. Experts count one at a time."""
+        each = 1 if self.experts is None else self.experts.count
+        sizes = {name: (size[0], size[1]) for name, size in self.own_shapes.items() if self.is_matrix(name)}
+        return frozenset((out // each if ".experts_" in name else out, inner) for name, (out, inner) in sizes.items())
+
+    @cached_property
+    def kinds(self) -> "tuple[Kind, ...]":
         """The layers by the sizes of their heads and their windows, in the order of their first ones."""
         layers: dict[tuple[bool, int | None], list[int]] = {}
         for layer in range(self.layers):
             layers.setdefault((self.is_global(layer), self.window(layer)), []).append(layer)
-        return [
+        return tuple(
             Kind(self._of_heads(self.global_heads if is_global else None), window, tuple(of))
             for (is_global, window), of in layers.items()
-        ]
+        )
 
     def streamable(self) -> "tuple[int, Kind] | None":
         """The kind of layers whose features may leave the device, those without a window, and its number; None if there
         are none."""
-        return next(((number, kind) for number, kind in enumerate(self.kinds()) if kind.window is None), None)
+        return next(((number, kind) for number, kind in enumerate(self.kinds) if kind.window is None), None)
 
     def _of_heads(self, heads: tuple[int, int] | None) -> "ModelShape":
         if self.global_heads is None:
@@ -208,12 +217,12 @@ class ModelShape:
     def kv_read(self, context: int) -> int:
         """Elements of the keys and values that a row attends to, at most `context` columns in each layer, summed over
         layers."""
-        return sum(len(kind.layers) * kind.shape.kept_width * kind.columns(context) for kind in self.kinds())
+        return sum(len(kind.layers) * kind.shape.kept_width * kind.columns(context) for kind in self.kinds)
 
     @property
     def kv_elements(self) -> int:
         """Elements of a row's keys and values in all layers."""
-        return sum(len(kind.layers) * kind.shape.kept_width for kind in self.kinds())
+        return sum(len(kind.layers) * kind.shape.kept_width for kind in self.kinds)
 
     @property
     def kv_width(self) -> int:
