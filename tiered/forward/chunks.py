@@ -55,7 +55,7 @@ class Chunks:
 
     def of(self, sequences: int) -> Parts:
         """All chunks of the first `sequences`."""
-        return self.touched(np.ones((sequences, self.columns), dtype=bool))
+        return self._parts(np.ones((sequences, self.each), dtype=bool))
 
     def touched(self, columns: Bool[np.ndarray, "sequences columns"]) -> Parts:
         """Chunks with at least one of the `columns` of the first sequences."""
@@ -89,10 +89,11 @@ class Chunks:
     ) -> Bool[np.ndarray, "sequences columns"]:
         """`columns` with the short gaps between them, as far as these gaps are in the chunks `parts`. This takes fewer
         copies, and no more bytes than the chunks have."""
-        framed = np.pad(columns, ((0, 0), (1, 1))).astype(np.int8)
-        sequences, edges = np.nonzero(np.diff(framed, axis=1))
+        sequences, edges = _edges(columns)
         ends, starts = edges[1:-1:2], edges[2::2]
         short = (sequences[1:-1:2] == sequences[2::2]) & ((starts - ends) * self.row_bytes < GAP_BYTES)
+        if not short.any():
+            return columns
         gaps = np.zeros((len(columns), self.columns + 1), dtype=np.int8)
         gaps[sequences[1:-1:2][short], ends[short]] += 1
         gaps[sequences[2::2][short], starts[short]] -= 1
@@ -101,8 +102,7 @@ class Chunks:
 
     def runs(self, columns: Bool[np.ndarray, "sequences columns"]) -> list[tuple[int, int, int, int]]:
         """Runs of adjacent columns: sequence in the slot, sequence in the home, first column, end."""
-        framed = np.pad(columns, ((0, 0), (1, 1))).astype(np.int8)
-        found, ends = np.nonzero(np.diff(framed, axis=1))
+        found, ends = _edges(columns)
         pairs = zip(found[::2].tolist(), ends[::2].tolist(), ends[1::2].tolist(), strict=True)
         return [(sequence, self.homes[sequence], start, stop) for sequence, start, stop in pairs]
 
@@ -110,11 +110,20 @@ class Chunks:
         self, columns: Bool[np.ndarray, "sequences columns"], beyond: bool
     ) -> Bool[np.ndarray, "sequences chunks chunk_rows"]:
         """`columns` by chunk. `beyond`: the value for columns behind the last."""
-        more = self.each * self.chunk_rows - self.columns
-        padded = np.pad(columns, ((0, 0), (0, more)), constant_values=beyond)
+        padded = np.full((len(columns), self.each * self.chunk_rows), beyond)
+        padded[:, : self.columns] = columns
         return padded.reshape(len(columns), self.each, self.chunk_rows)
 
     def _parts(self, chunks: Bool[np.ndarray, "sequences chunks"]) -> Parts:
         parts = np.zeros((self.sequences, self.each), dtype=bool)
         parts[self.homes[: len(chunks)]] = chunks
         return parts.ravel()
+
+
+def _edges(columns: Bool[np.ndarray, "sequences columns"]) -> tuple[np.ndarray, np.ndarray]:
+    """Where runs of adjacent columns begin and end, in turn: sequences and columns. Not with `np.pad`, which takes a
+    multiple of the time: each streamed layer of each forward asks."""
+    framed = np.zeros((len(columns), columns.shape[1] + 2), dtype=bool)
+    framed[:, 1:-1] = columns
+    sequences, edges = np.nonzero(framed[:, 1:] != framed[:, :-1])
+    return sequences, edges
