@@ -121,8 +121,8 @@ class Chunks:
 
 
 def _edges(columns: Bool[np.ndarray, "sequences columns"]) -> tuple[np.ndarray, np.ndarray]:
-    """Where runs of adjacent columns begin and end, in turn: sequences and columns. Not with `np.pad`, which takes a
-    multiple of the time: each streamed layer of each forward asks."""
+    """Sequence and column of each edge of a run of adjacent columns: its first column, and the one behind its last."""
+    # `np.pad` takes a multiple of the time, and each streamed layer of each forward asks.
     framed = np.zeros((len(columns), columns.shape[1] + 2), dtype=bool)
     framed[:, 1:-1] = columns
     sequences, edges = np.nonzero(framed[:, 1:] != framed[:, :-1])
