@@ -132,6 +132,7 @@ def test_a_tied_head_is_the_embedding(script: Callable[[str], ModuleType], tiny_
 
     torch.manual_seed(0)
     runtime = Runtime(LLaDA.from_config(tiny_config | {"weight_tying": True}), policy=make_policy("none"))
+    torch.nn.init.normal_(runtime.model.wte.weight)
     module = script("baselines.bidirectional_llama")
     llama = module.llama_of(runtime.model)
     assert llama.lm_head.weight is llama.model.embed_tokens.weight
