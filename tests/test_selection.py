@@ -12,7 +12,7 @@ from measuring.worker import RefusedError
 from studies import selection as study
 from torch import Tensor
 from training import tasks
-from workloads import selection_answers
+from workloads import selection_answers, selectors
 from workloads.oracles import KEPT, Oracle
 from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
 from workloads.selection_answers import ALONE, REFERENCES, check_arm, forced, forced_kl, measure, policy_of
@@ -269,7 +269,10 @@ def test_a_value_that_is_not_in_the_study_is_named(axes: dict[str, Any], told: s
 
 
 @pytest.mark.parametrize("selector", ["oldest", "attention_pending", "drift_attention", "oracle"])
-def test_prompts_asked_together_choose_as_they_do_alone(runtime: Runtime, selector: str):
+def test_prompts_asked_together_choose_as_they_do_alone(
+    runtime: Runtime, selector: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(selectors, "FEW", 1.0)
     # Answers end in different blocks, so that some sequences wait, and some leave before the others.
     asked = [("copy", 16), ("remove", 15), ("sort", 16)]
     examples = [tasks.sample(task, "validation", seed, size=size) for seed, (task, size) in enumerate(asked)]
@@ -302,6 +305,17 @@ def test_calls_that_a_selector_refuses_are_named(runtime: Runtime):
     with pytest.raises(RefusedError):
         list(measure(settings("drift", [10], call={"max_new_tokens": 0}), paths={"embedded": "embedded"}))
     check_arm("polestar-rows")
+
+
+@pytest.mark.parametrize("selector", ["drift", "drift_output", "drift_attention"])
+def test_drift_from_changed_columns_chooses_the_same_rows(
+    runtime: Runtime, selector: str, monkeypatch: pytest.MonkeyPatch
+):
+    updates = []
+    for few in (0.0, 1.0):
+        monkeypatch.setattr(selectors, "FEW", few)
+        updates.append(chosen(runtime, selector=selector, share=0.2)[0].policy.chosen)
+    assert updates[0] == updates[1]
 
 
 def test_drift_takes_its_log_sum_exps_from_attention_of_torch():

@@ -22,6 +22,7 @@ from tiered.policies.base import Step
 from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 Scores = Float[Tensor, "batch length"]
+FEW = 0.1  # share of the rows up to which their changes to the log-sum-exps take less time than those of all rows
 
 
 class BlockLayer(NamedTuple):
@@ -222,15 +223,28 @@ class Drift(Highest):
     def layer(self, forward: Forward, layer: int, pass_: Pass, step: Step) -> Pass:
         if layer == forward.model.shape.layers - 1:
             return forward.dense(layer, pass_)
-        rows = pass_.rows
+        rows, block = pass_.rows, Look(forward, step).block
         queries = forward.queries(layer, rows, forward.model.attention_norm(layer, pass_.hidden))
-        pass_ = forward.dense(layer, pass_)
+        attended = QuickKeys.of(forward, layer, values=self.of_output)
         if rows.is_span:  # a refresh
-            self._queries[layer] = queries.clone()
+            self._queries[layer], reference = queries.clone(), None
         else:
             rows.put(self._queries[layer], queries)
-        attended, block = QuickKeys.of(forward, layer, values=self.of_output), Look(forward, step).block
-        self._references[layer] = DriftReference.of(self._queries[layer], attended, block)
+            reference = self._references[layer]
+        if reference is None or rows.count > FEW * forward.length:
+            pass_ = forward.dense(layer, pass_)
+            reference = DriftReference.of(self._queries[layer], attended, block)
+        else:
+            # The look before the update has written the block's keys, but not those of the chosen rows behind them.
+            chosen = attended.at(rows[block.count :])
+            then = tuple(torch.cat(each, dim=2) for each in zip(reference.block, chosen, strict=True))
+            pass_ = forward.dense(layer, pass_)
+            changed = Changed(rows, then, slice(0, block.count))
+            _, reference = reference.measured(self._queries[layer], attended, changed)
+            reference.recenter(queries, attended, rows.index, rows.valid)
+            if reference.sums.peak.isnan().any():
+                reference = DriftReference.of(self._queries[layer], attended, block)
+        self._references[layer] = reference
         return pass_
 
     def scores(self, look: Look) -> Scores:
