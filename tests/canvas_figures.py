@@ -1,15 +1,14 @@
 """Shared by the tests of figures by area: a padded batch, and an inspector that keeps copies."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tiered.core.features import Account, Feature
+from tiered.core.features import Feature
+from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
-from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
 
 LENGTHS = (17, 9, 12)
@@ -25,14 +24,11 @@ def left_padded() -> dict[str, Tensor]:
 
 
 @dataclass
-class Spy:
+class Spy(Inspector):
     """Keeps every canvas, and what the store held; `layers`: how many of them the policy keeps."""
 
     layers: int = 0
     seen: list[dict[str, Any]] = field(default_factory=list)
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         stored = {

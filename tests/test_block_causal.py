@@ -20,6 +20,7 @@ import tiered
 from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.decoding.observers import Inspector
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
@@ -50,8 +51,8 @@ def runtime(make: Callable[..., Runtime]) -> Runtime:
     return make()
 
 
-class Steps:
-    """An inspector: the sequences of each step, and their logits."""
+class Steps(Inspector):
+    """The sequences of each step, and their logits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.logits: list[Tensor] = []
@@ -63,9 +64,6 @@ class Steps:
             return found
 
         monkeypatch.setattr(Forward, "logits", noted)
-
-    def device_bytes(self, shape: object, **sizes: object) -> dict[Any, int]:
-        return {}
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         if kind in (StepKind.STEP, StepKind.REFRESH):

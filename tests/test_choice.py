@@ -215,8 +215,8 @@ class TestRegimes:
         # Half of the cache goes over a slow link.
         assert len(found) == 30 and slower == {(512, 4, 4, 256, 0.5, 100): pytest.approx(1.24, abs=0.01)}
 
-    def test_faster_policies_freeze_the_prompt(self):
-        """Such policies answer no fresh task (docs/fresh-prompts.md)."""
+    def test_the_choice_is_the_fastest_that_looks_at_the_prompt_again(self):
+        """The others freeze it, and answer no fresh task (docs/fresh-prompts.md)."""
         assert max(self.ratios(Auto()).values()) < 2
         looking = {"attended", "polestar", "polestar-drift"}
         assert max(self.ratios(Auto(), looking).values()) == 1

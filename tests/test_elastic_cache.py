@@ -14,6 +14,7 @@ from torch import Tensor
 import tiered
 from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Feature
+from tiered.decoding.observers import Inspector
 from tiered.forward.attention_received import SummedChunk, attention_received
 from tiered.forward.attention_weights import attention_weights
 from tiered.models.llada import LLaDA
@@ -183,15 +184,12 @@ class Oracle:
         return hidden * (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
-class Stores:
-    """An inspector that copies what a forward left in the store, by feature and layer."""
+class Stores(Inspector):
+    """Copies what a forward left in the store, by feature and layer."""
 
     def __init__(self) -> None:
         self.seen: list[dict[tuple[Feature, int], Tensor]] = []
         self.active: list[list[bool]] = []
-
-    def device_bytes(self, *_: Any, **__: Any) -> dict[Any, int]:
-        return {}
 
     def after_forward(self, step: Any, kind: Any, ids: Any, forward: Any, active: Tensor) -> None:
         layers = forward.model.shape.layers

@@ -13,10 +13,9 @@ from polestar_variants import variant
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Account
+from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
-from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.polestar.cache import HiddenCache
@@ -85,15 +84,12 @@ def test_offloaded_equals_resident(runtime: Runtime, codec: str):
     assert host.memory.moved["host->device"] and not device.memory.moved.get("host->device")
 
 
-class Clusters:
-    """An inspector: all columns behind the block, and no others, are members. `firsts`: the distance from the block's
+class Clusters(Inspector):
+    """All columns behind the block, and no others, are members. `firsts`: the distance from the block's
     end."""
 
     def __init__(self, caches: Sequence[HiddenCache]) -> None:
         self._caches, self.firsts = caches, []
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         for state in self._caches[-1].states.values():

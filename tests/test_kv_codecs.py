@@ -37,9 +37,6 @@ def test_rows_of_a_layer_are_values_of_the_codec(policy: str, kv: str):
     seen = []
 
     class Looks(Inspector):
-        def device_bytes(self, *_: Any, **__: Any) -> dict[Account, int]:
-            return {}
-
         def after_forward(self, step: Any, kind: Any, ids: Any, forward: Any, active: Any) -> None:
             for feature in (Feature.KEY, Feature.VALUE):
                 kept = forward.store.view(feature, runtime.model.shape.layers - 1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tiered
 from tiered.core.features import Account, Tier
+from tiered.decoding.observers import CallInspector
 from tiered.forward.forward import Forward
 from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
@@ -209,19 +210,13 @@ def test_the_sum_of_a_row_is_that_of_its_experts(
 def test_picked_experts_are_reported(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
     seen: list[tuple[int, Tensor]] = []
 
-    class Inspector:
-        def device_bytes(self, shape: object, **sizes: object) -> dict[Any, int]:
-            return {}
-
+    class Picks(CallInspector):
         def begin(self, canvas: object, forward: Forward, policy: object) -> None:
             forward.router_probe = lambda layer, experts, picked: seen.append((layer, experts))
 
-        def after_forward(self, step: object, kind: object, ids: object, forward: Forward, active: object) -> None:
-            pass
-
     runtime = Runtime(random_model(LLADA_MOE), policy=make_policy("none"))
     ids = torch.arange(3, 23)[None]
-    out = runtime.generate(ids, max_new_tokens=8, steps=2, stop_at_eos=False, inspector=Inspector())
+    out = runtime.generate(ids, max_new_tokens=8, steps=2, stop_at_eos=False, inspector=Picks())
     assert [layer for layer, _ in seen] == [1, 2, 1, 2]
     assert [tuple(experts.shape) for _, experts in seen] == [(28, 2), (8, 2)] * 2
     counts = [len(experts.unique()) for _, experts in seen]

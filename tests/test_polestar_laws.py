@@ -15,7 +15,8 @@ from polestar_variants import variant
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Account, Feature
+from tiered.core.features import Feature
+from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.models import base
@@ -35,14 +36,11 @@ SIZES: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8}
 
 
 @dataclass
-class Stores:
+class Stores(Inspector):
     """Keys and values after every forward, by sequence: its prompt's length, and its columns without padding."""
 
     kinds: list[StepKind] = field(default_factory=list)
     left: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         self.kinds.append(kind)

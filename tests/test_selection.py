@@ -1,7 +1,6 @@
 """The study of selectors: rows that an update renews, exact limits, the oracle beside chance, and a run's figures."""
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -20,9 +19,8 @@ from workloads.selectors import BlockLayer, Look, QuickKeys
 
 import tiered
 from tiered.core.canvas import Canvas
-from tiered.core.features import Account
+from tiered.decoding.observers import CallInspector
 from tiered.forward.forward import Forward
-from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import PolicyState, Step, StepKind
 from tiered.policies.polestar.drift import LayerKeys
@@ -53,7 +51,7 @@ def history(runtime: Runtime, policy: Any) -> list[list[int]]:
     return [canvas.tolist()[0] for canvas in out.history]
 
 
-class Watched:
+class Watched(CallInspector):
     """Of each forward behind the first: its kind, and the columns outside the block whose keys or values it changed, in
     any layer behind the first."""
 
@@ -61,9 +59,6 @@ class Watched:
         self.kinds: list[StepKind] = []
         self.changed: list[set[int]] = []
         self._last: list[Tensor] = []
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
 
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
         assert isinstance(policy, Renewing)

@@ -16,9 +16,9 @@ from gpu_parts.random_llada import llada_config, random_ids
 from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
+from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
-from tiered.models.shape import ModelShape
 from tiered.models.weight_form import FIXED_WEIGHTS
 from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
@@ -74,17 +74,12 @@ def one_after_another(answer: int, steps: int) -> dict[str, Any]:
 
 
 @dataclass
-class Kinds:
-    """An inspector that notes the kind of every forward; it takes nothing of the device."""
+class Kinds(Inspector):
+    """Notes the kind of every forward."""
 
     kinds: list[StepKind] = field(default_factory=list)
 
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """See `tiered.decoding.observers.Inspector`."""
-        return {}
-
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
-        """See `tiered.decoding.observers.Inspector`."""
         self.kinds.append(kind)
 
 

@@ -16,6 +16,7 @@ import tiered
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.decoding.observers import CallInspector
 from tiered.forward.forward import Forward
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names, read_preset
@@ -40,8 +41,8 @@ OF = ("about", "tier", "account", "forward", "layer", "what")
 TIMED = ("busy_ms", "hidden_ms", "exposed_ms", "resident_bytes")
 
 
-class MemoryTimeline:
-    """An `Inspector` that reads `ledger` after each forward.
+class MemoryTimeline(CallInspector):
+    """Reads `ledger` after each forward.
 
     A call books the passes of a model before it begins, at the most that they can take, so `ACTIVATIONS` and `LOGITS`
     are level. Bytes move with records and centroids alone.
@@ -60,16 +61,11 @@ class MemoryTimeline:
         self.host_peak = 0
         self._note(0, "")
 
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """No bytes: see `tiered.decoding.observers.Inspector`."""
-        return {}
-
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
-        """See `tiered.decoding.observers.CallInspector`: no row is stored yet."""
+        """No row is stored yet."""
         self._references = {tier: self._ledger.accounts(tier).get(Account.CENTROIDS, 0) for tier in Tier}
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
-        """See `tiered.decoding.observers.Inspector`."""
         self._note(step.block, kind.value)
         for tier, modules in ASKED_BY.items():
             accounts = self._ledger.accounts(tier)

@@ -17,13 +17,12 @@ from training import tasks
 import tiered
 from tiered.clustering.allocation import auto_clusters
 from tiered.core.checks import unknown_name
-from tiered.core.features import Account
 from tiered.core.modes import call_modes
 from tiered.core.rows import parts_of
 from tiered.decoding.asking import next_pass
+from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
 from tiered.forward.passes import StepKind
-from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step
 from tiered.policies.registry import make_policy
@@ -210,14 +209,11 @@ class Forced:
     numbers: Sequence[int]
 
 
-class Active:
-    """An inspector that collects the active sequences of each forward."""
+class Active(Inspector):
+    """Collects the active sequences of each forward."""
 
     def __init__(self) -> None:
         self.seen: list[Bool[Tensor, " batch"]] = []
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        return {}
 
     def after_forward(
         self,

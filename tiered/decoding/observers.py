@@ -51,8 +51,8 @@ class Inspector(Protocol):
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """Most device bytes of the inspector, by account, for a canvas of `length` columns; booked while the call
-        lasts. With guidance `sequences` is twice the canvas's."""
-        ...
+        lasts. With guidance `sequences` is twice the canvas's. Subclasses without it take none."""
+        return {}
 
     def after_forward(
         self,
