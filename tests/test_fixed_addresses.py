@@ -213,8 +213,9 @@ def test_an_address_that_moves_is_seen(monkeypatch: pytest.MonkeyPatch):
         runtime.generate(PROMPTS, max_new_tokens=32, block_length=8, stop_at_eos=False)
 
 
-# Columns of the canvases of two calls that share forwards, and the first column of the block of each.
-ROUNDS = [((24, 40), (8, 24)), ((32, 24), (16, 8)), ((56, 56), (40, 32))]
+# Columns of the canvases of two calls that share forwards, and the first column of the block of each. In the other
+# round one canvas is longer, one shorter.
+ROUNDS = [((24, 40), (8, 24)), ((56, 32), (40, 16))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
@@ -240,26 +241,25 @@ def test_a_recorded_step_serves_other_calls(
             found.append((forward, Pass(ids.flip(1), Rows.span(start, start + 8), slice(0, 8))))
         return found
 
-    rounds = [asked(*round_) for round_ in ROUNDS]
+    recorded_calls, calls = (asked(*round_) for round_ in ROUNDS)
     with counting():
-        recorded, first = Recorded(), Batch(rounds[0])
+        recorded, first = Recorded(), Batch(recorded_calls)
         with recorded.kernels():
             logits = first.logits()
-        for calls in rounds[1:]:
-            again, other = Recorded(), Batch(calls)
-            with again.kernels():
-                expected = other.logits()
-            assert again.operations == recorded.operations
-            kept = [(forward, Replaying.stored(forward)) for forward, _ in calls]
-            written = [[each.clone() for each in stored] for _, stored in kept]
-            for forward, pass_ in calls:
-                Replaying.scramble(forward, pass_.rows)
-            for into, new in zip(first.inputs, other.inputs, strict=True):
-                into.copy_(new)
-            recorded.replay()
-            assert torch.equal(logits, expected)
-            for (_, stored), before in zip(kept, written, strict=True):
-                assert all(map(torch.equal, stored, before))
+        again, other = Recorded(), Batch(calls)
+        with again.kernels():
+            expected = other.logits()
+        assert again.operations == recorded.operations
+        kept = [(forward, Replaying.stored(forward)) for forward, _ in calls]
+        written = [[each.clone() for each in stored] for _, stored in kept]
+        for forward, pass_ in calls:
+            Replaying.scramble(forward, pass_.rows)
+        for into, new in zip(first.inputs, other.inputs, strict=True):
+            into.copy_(new)
+        recorded.replay()
+        assert torch.equal(logits, expected)
+        for (_, stored), before in zip(kept, written, strict=True):
+            assert all(map(torch.equal, stored, before))
 
 
 def test_buckets_are_few_and_none_is_much_too_large():
