@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from full_drift import full_drift, full_output_drift
@@ -110,8 +111,12 @@ class Oracle:
         self.updating[at] = updating.tolist()
         self.members[at] = [*state.members]
         self.stored[at] = [[*one.sizes] for one in state.members]
-        self.sizes[at] = [[len(one.live(cluster)) for cluster in range(len(one.sizes))] for one in state.members]
+        self.sizes[at] = [[len(columns_of(one, cluster)) for cluster in range(len(one.sizes))] for one in state.members]
         return found
+
+
+def columns_of(members: Members, cluster: int) -> list[int]:
+    return np.flatnonzero(members.cluster_of == cluster).tolist()
 
 
 def key_value(forward: Forward, layer: int) -> list[Tensor]:
@@ -173,9 +178,9 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
             # First what the layer below has renewed by half or more, unless moves count; the most drifted first.
             below = {
                 row for one in (out.updates[number - 1].clusters[b] if layer.layer else ())
-                for row in oracle.members[at[0], out.updates[number - 1].layer][b].live(one).tolist()
+                for row in columns_of(oracle.members[at[0], out.updates[number - 1].layer][b], one)
             }  # fmt: skip
-            rows = [set(oracle.members[at][b].live(cluster).tolist()) for cluster in range(len(drift))]
+            rows = [{*columns_of(oracle.members[at][b], cluster)} for cluster in range(len(drift))]
             goes_on = [not moves and bool(of) and 2 * len(of & below) >= len(of) for of in rows]
             best = sorted(range(len(drift)), key=lambda one: (not goes_on[one], -drift[one], one))
             more = sum(goes_on) if CASES[case].get("from_below") == "beside" else 0

@@ -8,7 +8,7 @@ Drift is one of these:
     where      L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
 
 The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update reads
-few keys in any context. If exp(L) changes much, the rounding of the 1 matters, and L′ is computed over all columns.
+few keys in any context. If exp(L) falls to a small part, what is left is rounding, and L′ is computed over all columns.
 Drift of weights does not notice changed values, for example of a neighbour that a row attends to; drift of the output
 does.
 """
@@ -31,8 +31,9 @@ from tiered.kernels.coded_rows import CodedRows, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
-# Most change of a log-sum-exp between updates. A sum that falls to an eighth keeps the rounding error of the whole sum.
-MOST_RISE = log(8)
+# Most fall and rise of a log-sum-exp between updates. A sum that falls to a quarter keeps the rounding error of the
+# whole. One that rises has that of what came, but drift of the weights is a difference of numbers as large as the rise.
+MOST_FALL, MOST_RISE = log(4), log(64)
 
 
 # Keys of some columns, and also their values for drift of the output.
@@ -159,7 +160,7 @@ class DriftReference:
             rise, mass = (sums.peak - last.peak) + (sums.mass / last.mass).log(), sums.mass
         else:
             rise = ((after.sum(3) - before.sum(3)) / last.mass).log1p()
-            sound = rise.abs() < MOST_RISE
+            sound = (rise > -MOST_FALL) & (rise < MOST_RISE)
             rise = rise.where(sound if updating is None else sound | ~updating[:, None, None], torch.nan)
             sums, mass = LogSumExp(last.peak + rise, last.mass), last.mass * rise.exp()
         if fall is None:

@@ -56,7 +56,7 @@ class Fetching:
     def _sent(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
         if state.stored is None:
             return []
-        every = ((sequence, cluster) for sequence, own in enumerate(clusters) for cluster in own)
-        sent = [one for one in every if not state.members[one[0]].covered(one[1], recomputed[one[0]])]
+        outside = [members.uncovered(columns) for members, columns in zip(state.members, recomputed, strict=True)]
+        sent = [(sequence, one) for sequence, own in enumerate(clusters) for one in own if outside[sequence][one]]
         self._stored.send(state.layer, state.places(sent))
         return sent

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -45,18 +45,15 @@ class Members:
         """Stored place of the rows of `cluster`, in the region of this sequence."""
         return StoredCluster(region, cluster, self.slice_of(cluster))
 
-    def live(self, cluster: int) -> Int[np.ndarray, " live"]:
-        """The members that still belong to `cluster`; more rows may be stored."""
-        columns = self.columns[self.slice_of(cluster)]
-        return columns[self.cluster_of[columns] == cluster]
-
     def affected(self, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
         """Clusters with a member in `recomputed`, ascending."""
         return [cluster for cluster in np.unique(self.cluster_of[recomputed]).tolist() if cluster >= 0]
 
-    def covered(self, cluster: int, recomputed: Bool[np.ndarray, " length"]) -> bool:
-        """True if every member of `cluster` is in `recomputed`."""
-        return bool(recomputed[self.live(cluster)].all())
+    def uncovered(self, recomputed: Bool[np.ndarray, " length"]) -> Bool[np.ndarray, " clusters"]:
+        """True at clusters with a member outside `recomputed`."""
+        found = np.zeros(len(self.sizes) + 1, dtype=bool)
+        found[self.cluster_of[~recomputed]] = True  # the last entry is for columns in no cluster
+        return found[:-1]
 
     def mostly(self, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
         """Clusters with half or more of their members in `recomputed`, ascending."""
@@ -117,13 +114,13 @@ class GatheredRows:
         columns[:, :before] = known[0][:, :before]
         cluster_of_row, rows = np.full_like(columns, -1), dict[Cluster, slice]()
         for b, (one, own) in enumerate(zip(members, clusters, strict=True)):
-            start = before
-            for number, cluster in enumerate(own):
-                stored = one.columns[one.slice_of(cluster)]
-                live, here = one.cluster_of[stored] == cluster, slice(start, start + len(stored))
-                columns[b, here], cluster_of_row[b, here] = np.where(live, stored, -1), np.where(live, number, -1)
-                rows[b, cluster] = slice(b * wide + here.start, b * wide + here.stop)
-                start = here.stop
+            sizes = [one.sizes[cluster] for cluster in own]
+            stored = np.concatenate([columns[b, :0], *(one.columns[one.slice_of(cluster)] for cluster in own)])
+            number, here = np.repeat(np.arange(len(own)), sizes), slice(before, before + len(stored))
+            live = one.cluster_of[stored] == np.repeat(own, sizes)  # a removed row's cluster is −1
+            columns[b, here], cluster_of_row[b, here] = np.where(live, stored, -1), np.where(live, number, -1)
+            edges = pairwise(accumulate(sizes, initial=b * wide + before))
+            rows |= {(b, cluster): slice(*edge) for cluster, edge in zip(own, edges, strict=True)}
         own, here = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
         numbers, missing = list[Int[np.ndarray, " _"]](), own >= 0
         for there in known:
