@@ -407,7 +407,7 @@ def test_the_live_view_shows_every_step(runtime: Runtime):
 @pytest.mark.parametrize("rule", [{}, {"confidence_threshold": 0.9}], ids=["one a step", "threshold"])
 def test_the_embedded_model_is_right_and_its_cache_changes_no_token(rule: dict[str, Any]):
     runtime = tiered.from_pretrained("embedded-blocks")
-    examples = [sample(task, "test", number) for number in range(3) for task in ("copy", "reverse", "remove", "lookup")]
+    examples = [sample(task, "test", 0) for task in ("copy", "reverse", "remove", "lookup")]
     asked = [[{"role": "user", "content": example.prompt}] for example in examples]
     out = runtime.generate(asked, max_new_tokens=32, **rule)
     assert out.text is not None and out.steps_by_kind["prefill"] and out.steps_by_kind["commit"]

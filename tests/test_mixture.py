@@ -166,15 +166,15 @@ def test_a_row_depends_on_no_other(
     model = tiered.from_pretrained(directory, dtype=dtype, weights=code or "raw").model
     assert isinstance(model, MixtureModel)
     generator, layer = torch.Generator().manual_seed(3), model.shape.recorded[-1]
-    rows = torch.randn(600, 32, generator=generator).to(getattr(torch, dtype))
-    order = torch.randperm(600, generator=generator)
+    rows = torch.randn(300, 32, generator=generator).to(getattr(torch, dtype))
+    order = torch.randperm(300, generator=generator)
 
     def mixed(some: Tensor) -> Tensor:
         return model.routed(layer, some[None], some[None], some[None])[0]
 
     whole = mixed(rows)
     assert torch.equal(mixed(rows[order]), whole[order])
-    for size in (1, 7, 40, 300):
+    for size in (1, 7, 40, 150):
         assert torch.equal(torch.cat([mixed(part) for part in rows.split(size)]), whole)
 
 

@@ -188,7 +188,8 @@ def test_closing_waits_for_a_call_whose_layers_are_streamed(load: Load):
 
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("load", ["polestar"], indirect=True)
-def test_ctrl_c_at_any_moment(load: Load):
+@pytest.mark.parametrize("moments", [12, pytest.param(50, marks=pytest.mark.long)])
+def test_ctrl_c_at_any_moment(load: Load, moments: int):
     with load(None) as free:
         alone = answers(free)
     memory = MemoryBudget(device=least(load, weights=True))
@@ -198,7 +199,7 @@ def test_ctrl_c_at_any_moment(load: Load):
         before, threads = held(runtime), threading.active_count()
         call = lambda: runtime.generate(PROMPTS[1], **SIZES)  # noqa: E731
         most = interrupted(call, 0)
-        for at in draw.sample(range(1, most), 25):
+        for at in draw.sample(range(1, most), moments):
             interrupted(call, at)
             assert same(answers(runtime), alone), at
             gc.collect()
@@ -206,7 +207,7 @@ def test_ctrl_c_at_any_moment(load: Load):
             runtime.ledger.check_integrity()
     assert not any(runtime.ledger.held(tier) for tier in Tier)
     most = interrupted(lambda: load(memory).close(), 0)
-    for at in draw.sample(range(1, most), 8):
+    for at in draw.sample(range(1, most), moments // 3):
         interrupted(lambda: load(memory).close(), at)
         gc.collect()
         assert threading.active_count() <= threads, at

@@ -14,7 +14,7 @@ from training import tasks
 from workloads import selection_answers, selectors
 from workloads.oracles import KEPT, Oracle
 from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
-from workloads.selection_answers import ALONE, REFERENCES, check_arm, forced, forced_kl, measure, policy_of
+from workloads.selection_answers import ALONE, REFERENCES, Forced, check_arm, forced, forced_kl, measure, policy_of
 from workloads.selectors import BlockLayer, Look, QuickKeys
 
 import tiered
@@ -89,22 +89,34 @@ def chosen(runtime: Runtime, *, seed: int = 0, **options: Any) -> tuple[Watched,
     return watched, runtime.with_policy(policy).generate(chat(), inspector=watched, **CALL)
 
 
-@EVERY
-def test_an_update_of_all_rows_is_a_refresh(runtime: Runtime, selector: str):
-    refreshed = make_policy("fast_dllm_dual", refresh_interval=INTERVAL)
-    assert history(runtime, Selecting(selector=selector, share=1.0, interval=INTERVAL)) == history(runtime, refreshed)
+@pytest.fixture(scope="module")
+def refreshed(runtime: Runtime) -> list[list[int]]:
+    return history(runtime, make_policy("fast_dllm_dual", refresh_interval=INTERVAL))
+
+
+@pytest.fixture(scope="module")
+def frozen(runtime: Runtime) -> list[list[int]]:
+    return history(runtime, make_policy("fast_dllm_dual"))
+
+
+@pytest.fixture(scope="module")
+def none(runtime: Runtime) -> list[Forced]:
+    return forced(runtime, chat(), CALL)
 
 
 @EVERY
-def test_no_update_is_a_frozen_prompt(runtime: Runtime, selector: str):
-    frozen = make_policy("fast_dllm_dual")
-    assert history(runtime, Selecting(selector=selector, share=0.0)) == history(runtime, frozen)
+def test_an_update_of_all_rows_is_a_refresh(runtime: Runtime, selector: str, refreshed: list[list[int]]):
+    assert history(runtime, Selecting(selector=selector, share=1.0, interval=INTERVAL)) == refreshed
 
 
 @EVERY
-def test_an_update_of_all_rows_has_the_logits_of_none(runtime: Runtime, selector: str):
+def test_no_update_is_a_frozen_prompt(runtime: Runtime, selector: str, frozen: list[list[int]]):
+    assert history(runtime, Selecting(selector=selector, share=0.0)) == frozen
+
+
+@EVERY
+def test_an_update_of_all_rows_has_the_logits_of_none(runtime: Runtime, selector: str, none: list[Forced]):
     every = runtime.with_policy(Selecting(selector=selector, share=1.0, interval=1))
-    none = forced(runtime, chat(), CALL)
     for own, theirs in zip(forced(every, chat(), CALL, none), none, strict=True):
         assert torch.equal(own.none, theirs.logits)
         torch.testing.assert_close(own.logits, theirs.logits, rtol=1e-4, atol=1e-3)

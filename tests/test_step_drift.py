@@ -27,14 +27,14 @@ from tiered.runtime import Runtime
 GOLDENS = Path(__file__).parent / "goldens"
 ANSWER, BLOCK = 24, 8
 SIZES: dict[str, Any] = {"max_new_tokens": ANSWER, "block_length": BLOCK, "stop_at_eos": False}
-UNIFORM: dict[str, Any] = {"block_steps": 4, "tokens_per_step": 3, "seed": 0}
+UNIFORM: dict[str, Any] = {"block_steps": 2, "tokens_per_step": 5, "seed": 0}
 # Checkpoint, options, and the policy that decides the tokens.
 CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "masks": ("llada/llada_tiny_gqa", {"steps": 12}, "none"),
+    "masks": ("llada/llada_tiny_gqa", {"steps": 6}, "none"),
     "sequences that wait": ("llada/llada_tiny_gqa", {"confidence_threshold": 0.3}, "none"),
     "guidance": ("llada/llada_tiny_gqa", {"steps": 6, "cfg_scale": 0.7}, "none"),
     "guidance at times": ("llada/llada_tiny_gqa", {"steps": 6, "cfg_scale": 0.7}, "dllm_cache"),
-    "another's tokens": ("llada/llada_tiny_gqa", {"steps": 12}, "fast_dllm_dual"),
+    "another's tokens": ("llada/llada_tiny_gqa", {"steps": 6}, "fast_dllm_dual"),
     "shifted predictions": ("dream/dream_tiny", {"confidence_threshold": 0.3}, "none"),
     "uniform noise": ("gidd/gidd_tiny_unif", UNIFORM, "none"),
     "noise behind": ("gidd/gidd_tiny_unif", UNIFORM | {"trailing_noise": 5}, "none"),

@@ -187,7 +187,7 @@ def test_calls_answer_together_as_each_alone(family: str, kv: RowCode | None, ra
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 @pytest.mark.parametrize("family", CONFIGS)
-def test_eight_calls_launch_no_more_in_a_layer_than_one(family: str):
+def test_three_calls_launch_no_more_in_a_layer_than_one(family: str):
     model = in_records(model_of(family).to(torch.bfloat16))
 
     def launched(calls: int) -> int:
@@ -196,4 +196,4 @@ def test_eight_calls_launch_no_more_in_a_layer_than_one(family: str):
             logits_together(asked)
         return sum(number for (_, layer, *_), number in found.launches.items() if layer == 1)
 
-    assert launched(8) == launched(1) - 1  # keys and values are written in one launch
+    assert launched(3) == launched(1) - 1  # keys and values are written in one launch
