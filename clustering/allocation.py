@@ -1,7 +1,7 @@
 """Books: the numbers of clusters of the current block's prefix and suffix, and the size of the largest."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 # A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
 # in any context.
@@ -48,25 +48,11 @@ def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tupl
     return prefix, clusters - prefix
 
 
-class Piece(NamedTuple):
-    """Rows `start` to `stop` (exclusive) in cluster-major order, all members of `cluster`."""
+def cut_sizes(sizes: Sequence[int], most_rows: int) -> tuple[int, ...]:
+    """Sizes of the clusters that clusters of `sizes` rows are cut into, in order: as few as possible, of at most
+    `most_rows` rows.
 
-    cluster: int
-    start: int
-    stop: int
-
-
-def pieces(sizes: Sequence[int], max_rows: int) -> tuple[Piece, ...]:
-    """Split consecutive clusters of `sizes` rows into as few pieces as possible, of at most `max_rows` rows.
-
-    The pieces of a cluster differ by at most one row, larger ones first. An empty cluster has no pieces.
+    The parts of a cluster differ by at most one row, larger ones first. An empty cluster has none.
     """
-    cut = []
-    start = 0
-    for cluster, size in enumerate(sizes):
-        count = -(-size // max_rows)
-        for number in range(count):
-            stop = start + size // count + (number < size % count)
-            cut.append(Piece(cluster, start, stop))
-            start = stop
-    return tuple(cut)
+    parts = [(size, -(-size // most_rows)) for size in sizes]
+    return tuple(size // count + (number < size % count) for size, count in parts for number in range(count))

@@ -3,20 +3,18 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.clustering.allocation import Piece, allocate_clusters, auto_clusters, pieces
+from tiered.clustering.allocation import allocate_clusters, auto_clusters, cut_sizes
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
 from tiered.clustering.kmeans import kmeans
 from tiered.clustering.summaries import means_and_medoids
 from tiered.clustering.unit_rows import UnitRows
-from tiered.kernels.host_values import on_device
 
 Span = tuple[int, int]
 
@@ -80,7 +78,7 @@ def cut_clusters(
     """
     if all(size <= most_rows for index in indices for size in index.sizes):
         return list(indices)
-    cut = [_resized(index, pieces(index.sizes, most_rows)) for index in indices]
+    cut = [replace(index, sizes=cut_sizes(index.sizes, most_rows)) for index in indices]
     assignment = torch.stack([index.cluster_of(hidden.shape[1]) for index in cut])
     most = max(1, *(index.clusters for index in cut))
     centroids, medoids = means_and_medoids(hidden, assignment, most)
@@ -92,21 +90,6 @@ def cut_clusters(
         )
         for group, index in enumerate(cut)
     ]
-
-
-def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
-    """`index` with `parts` as clusters, which keep the centroids and medoids of their former clusters."""
-    ends = list(accumulate(index.shares, initial=0))
-    sizes = tuple(part.stop - part.start for part in parts)
-    cluster = on_device([part.cluster for part in parts], index.rows.device)
-    return replace(
-        index,
-        sizes=sizes,
-        counts=on_device(sizes, index.rows.device),
-        shares=tuple(sum(first <= part.cluster < stop for part in parts) for first, stop in pairwise(ends)),
-        centroids=index.centroids[cluster],
-        medoids=index.medoids[cluster],
-    )
 
 
 def _look(
@@ -155,10 +138,8 @@ def _indices(
             rows=order[group, : sum(sizes)].clone(),
             columns=columns[: sum(sizes)],
             sizes=tuple(sizes),
-            counts=counts[group, : len(sizes)].clone(),
-            shares=share,
             centroids=centroids[group, : len(sizes)].to(hidden.dtype, copy=True),
             medoids=medoids[group, : len(sizes)].clone(),
         )
-        for group, ((sizes, columns), share) in enumerate(zip(found, shares, strict=True))
+        for group, (sizes, columns) in enumerate(found)
     ]

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from tiered.kernels.host_values import on_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,8 +19,6 @@ class ClusterIndex:
         columns: `rows` on the host, because books list the members.
         sizes: number of members of each cluster, at least one; on the host, because they determine the sizes of
             records.
-        counts: `sizes` on the device, because a copy from the host would wait for the device.
-        shares: number of clusters of each area of the canvas (prefix, suffix), in the order of their numbers.
         centroids: mean of each cluster's rows, not normalised, because residuals are taken against it.
         medoids: canvas column of the member nearest (cosine) to the centroid when the clusters were made.
     """
@@ -25,8 +26,6 @@ class ClusterIndex:
     rows: Int[Tensor, " n"]
     columns: list[int]
     sizes: tuple[int, ...]
-    counts: Int[Tensor, " clusters"]
-    shares: tuple[int, ...]
     centroids: Float[Tensor, "clusters width"]
     medoids: Int[Tensor, " clusters"]
 
@@ -37,5 +36,5 @@ class ClusterIndex:
     def cluster_of(self, length: int) -> Int[Tensor, " length"]:
         """The cluster of every column of a canvas of length `length`; −1 for no cluster."""
         device = self.rows.device
-        clusters = torch.arange(self.clusters, device=device).repeat_interleave(self.counts, output_size=len(self.rows))
-        return torch.full((length,), -1, device=device).scatter_(0, self.rows, clusters)
+        clusters = torch.from_numpy(np.repeat(np.arange(self.clusters), self.sizes))
+        return torch.full((length,), -1, device=device).scatter_(0, self.rows, on_device(clusters, device))

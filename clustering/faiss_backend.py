@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from tiered.clustering.unit_rows import UnitRows
+from tiered.clustering.unit_rows import UnitRows, first_alike
 from tiered.kernels.directions import normalised
 
 Backend = Literal["torch", "faiss"]
@@ -30,7 +30,8 @@ def faiss_lloyd(
         columns = torch.arange(n) if one.valid is None else one.valid[0].nonzero()[:, 0].cpu()
         rows = one.take(columns[None].to(start.device))[0].cpu()
         directions = _train(rows, start[group].cpu(), iterations)
-        cosine[group, columns], nearest[group, columns] = _search(rows, directions)
+        cosine[group, columns], found = _search(rows, directions)
+        nearest[group, columns] = first_alike(directions[None], units.rounding)[0][found]
     return nearest.to(start.device), cosine.to(start.device)
 
 

@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 CALLS: dict[str, dict[str, Any]] = {
     "short": {"prompt": 40, "max_new_tokens": 64},
     "long": {"prompt": 700, "max_new_tokens": 32},
+    "four blocks": {"prompt": 16, "max_new_tokens": 128},
     "padded batch": {"prompt": 300, "max_new_tokens": 32, "batch": 3, "pads": 100},
     "guided": {"prompt": 300, "max_new_tokens": 32, "cfg_scale": 1.0},
     "sampled": {"prompt": 64, "max_new_tokens": 32, "temperature": 1.0, "batch": 2},
@@ -127,6 +128,7 @@ HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
     "many clusters, raw": (0.7, {**EVERYTHING, "clusters": 32, "codec": "raw"}),
     "finished blocks appended": (0.5, {**EVERYTHING, "clusters": 4, "refresh": "drift"}),
     "finished blocks appended, raw": (0.5, {**EVERYTHING, "clusters": 32, "refresh": "drift", "codec": "raw"}),
+    "single rows and finished blocks": (0.45, {"clusters": "rows", "update_threshold": 0, "refresh": "drift"}),
     "a window": (0.85, {**EVERYTHING, "clusters": 8, "window": (2, 1), "codec": "nvfp4"}),
     "clusters of their own": (0.8, {**EVERYTHING, "clusters": 8, "cluster_layers": 1}),
     "beside those from below": (0.6, {"update_threshold": 0, "from_below": "beside", "cluster_layers": 1}),
@@ -142,6 +144,8 @@ HIDDEN_CASES = and_long(
         ("few clusters", "multi-head", "drift-aware, guided"),
         ("few clusters, raw", "grouped", "guided"),
         ("many clusters", "bfloat16", "short"),
+        ("finished blocks appended", "multi-head", "four blocks"),
+        ("single rows and finished blocks", "multi-head", "four blocks"),
     ],
     [
         *((options, "multi-head", PLAIN[(n + 3) % len(PLAIN)]) for n, options in enumerate(HIDDEN)),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cluster_checks import check_index
+from cluster_checks import check_index, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,10 +22,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def same(first: ClusterIndex, second: ClusterIndex) -> bool:
     """Whether two indices agree."""
-    tensors = all(
-        torch.equal(getattr(first, name), getattr(second, name)) for name in ("rows", "counts", "medoids", "centroids")
-    )
-    return tensors and first.sizes == second.sizes and first.shares == second.shares
+    tensors = all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("rows", "medoids", "centroids"))
+    return tensors and first.sizes == second.sizes
 
 
 def check_against_rows(index: ClusterIndex, hidden: Tensor) -> None:
@@ -78,10 +76,10 @@ def test_clusters_of_every_group(case: tuple[Tensor, tuple[tuple[int, int], tupl
     for group, index in enumerate(indices):
         check_against_rows(index, hidden[group])
         counts = [int(here[group, first:stop].sum()) for first, stop in areas]
-        assert index.shares == allocate_clusters(clusters, counts[0], counts[1])
+        prefix, suffix = allocate_clusters(clusters, counts[0], counts[1])
         assert sorted(index.rows.tolist()) == inside[group].nonzero()[:, 0].tolist()
         in_prefix = [set(range(*areas[0])) >= set(members.tolist()) for members in index.rows.split(index.sizes)]
-        assert in_prefix == [True] * index.shares[0] + [False] * index.shares[1]
+        assert in_prefix == [True] * prefix + [False] * suffix
 
 
 @pytest.mark.parametrize("elements", [None, 100])
@@ -90,7 +88,7 @@ def test_each_area_is_clustered_by_k_means(elements: int | None, monkeypatch: py
         monkeypatch.setattr(tiles, "CPU_ELEMENTS", elements)
     hidden = random(3, 90, 12)
     for group, index in enumerate(cluster_areas(hidden, ((4, 50), (58, 90)), 7, iterations=3, seed=5)):
-        assert index.shares == (4, 3)
+        assert shares(index, 50) == (4, 3)
         for (first, stop), offset, share in (((4, 50), 0, 4), ((58, 90), 4, 3)):
             rows = UnitRows.of(hidden[group, None, first:stop])
             alone = kmeans(rows, share, iterations=3, seed=5, backend="torch")
@@ -104,7 +102,7 @@ def test_groups_are_independent():
     valid[1, :20] = valid[3, :20] = valid[4, :20] = valid[2, 55:] = False
     areas = ((0, 30), (38, 60))
     together = cluster_areas(hidden, areas, 6, valid=valid)
-    assert len({index.shares for index in together}) > 1
+    assert len({shares(index, 30) for index in together}) > 1
     for group, index in enumerate(together):
         alone = cluster_areas(hidden[group, None], areas, 6, valid=valid[group, None])[0]
         assert same(index, alone)
@@ -125,7 +123,7 @@ def test_left_padding_is_as_if_it_were_not_there():
 @pytest.mark.parametrize(("prefix", "suffix"), [(200, 100), (0, 100), (70, 0), (3, 3), (0, 0)])
 def test_auto(prefix: int, suffix: int):
     index = cluster_areas(random(1, 310, 4), ((0, prefix), (310 - suffix, 310)))[0]
-    assert index.shares == allocate_clusters(auto_clusters(prefix, suffix), prefix, suffix)
+    assert shares(index, prefix) == allocate_clusters(auto_clusters(prefix, suffix), prefix, suffix)
     assert index.clusters == auto_clusters(prefix, suffix)
     check_index(index)
 
@@ -139,7 +137,7 @@ def test_centroids_are_of_the_rows_dtype_and_float32_sums():
 
 def test_an_index_holds_no_memory_but_its_own():
     index = cluster_areas(random(3, 50, 6), ((0, 20), (28, 50)), 4)[1]
-    for tensor in (index.rows, index.counts, index.centroids, index.medoids):
+    for tensor in (index.rows, index.centroids, index.medoids):
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 

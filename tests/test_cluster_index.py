@@ -26,8 +26,6 @@ def build(members: list[list[int]]) -> ClusterIndex:
         rows=torch.tensor([column for cluster in members for column in cluster], dtype=torch.int64),
         columns=[column for cluster in members for column in cluster],
         sizes=sizes,
-        counts=torch.tensor(sizes, dtype=torch.int64),
-        shares=(len(members), 0),
         centroids=random(len(members), WIDTH),
         medoids=torch.tensor([cluster[-1] for cluster in members], dtype=torch.int64),
     )

@@ -97,6 +97,14 @@ def test_it_is_lloyds_algorithm(backend: Backend, n: int, width: int, clusters: 
         torch.testing.assert_close(cosine[group].double(), expected, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounding_shares_no_rows_between_directions_that_are_alike(backend: Backend):
+    """Rows of two directions in five clusters: three directions are found again, and keep one row each."""
+    rows = random(2, 64).repeat_interleave(30, 0) + 1e-5 * random(60, 64, seed=1)
+    found = assigned(rows[None], 5, iterations=5, backend=backend)[0]
+    assert sorted(found.bincount().tolist()) == [1, 1, 1, 27, 30]
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("n", "width", "clusters", "noise"), [(64, 8, 4, 0.1), (600, 64, 12, 0.4), (512, 400, 16, 0.3), (90, 3, 2, 0.05)]

@@ -248,3 +248,17 @@ def test_nothing_outside_the_window_is_renewed(runtime: Runtime, window: tuple[i
         behind |= now - set(range(block, block + 8))
     # Behind the last block there is nothing to renew.
     assert behind and updates(out) == (6 if window == (0, 2) else 9)
+
+
+def test_a_sequence_that_has_ended_calls_for_no_update():
+    """The first of two ends in the middle of their block, so that it has tokens pending still."""
+    options: dict[str, Any] = {"policy": "polestar", "update_threshold": 2, "cluster_layers": 1, "codec": "raw"}
+    runtime = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32", **options)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randint(5, 100, (40,), generator=generator) for _ in range(12)])[[0, 7]]
+    call: dict[str, Any] = {"max_new_tokens": 32, "block_length": 32, "confidence_threshold": 0.3}
+    end = int(runtime.generate(ids[:1], stop_at_eos=False, **call).sequences[0, 40])
+    call |= {"stop_tokens": [end], "eos_early_stop": True}
+    both, alone = runtime.generate(ids, **call), runtime.generate(ids[1:], **call)
+    assert both.forwards == [2, 4] and alone.num_forwards == 4 and alone.steps_by_kind["step"] == 1
+    assert both.steps_by_kind == alone.steps_by_kind and both.rows_per_step == alone.rows_per_step

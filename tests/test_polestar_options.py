@@ -57,11 +57,6 @@ def test_the_least_that_is_allowed(options: dict[str, Any]):
     assert {name: getattr(policy, name) for name in options} == options
 
 
-def test_blocks_appended_between_two_refreshes():
-    assert Polestar(refresh="drift", refresh_blocks=4).appended_blocks == 3
-    assert Polestar().appended_blocks == 0
-
-
 def test_drift_that_counts_moves_is_that_of_weights():
     with pytest.raises(ValueError, match=r"drift = 'output'.*'weights'"):
         make_policy("polestar-window", drift="output")

@@ -74,7 +74,7 @@ def codecs(clusters: int) -> Iterator[Row]:
     for layer, index in enumerate(cluster_areas(hidden, areas, clusters)):
         rows = hidden[layer][index.rows]
         width, elements, out, numbers = rows.shape[1], rows.numel(), torch.empty_like(rows), torch.arange(len(rows))
-        of_row = torch.arange(index.clusters).repeat_interleave(index.counts)
+        of_row = torch.arange(index.clusters).repeat_interleave(torch.tensor(index.sizes))
         for codec in Codec:
             # If the codec keeps the model's dtype, elements are of bfloat16, as of a released model.
             stored = len(rows) * codec.row_bytes(width, BF16_BYTES)

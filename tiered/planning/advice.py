@@ -112,7 +112,7 @@ def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice
     def fits(**change: Any) -> bool:
         return not Workload(replace(policy, **change), sizes).over(budget)
 
-    clusters = policy.cluster_sizes(sizes).clusters - policy.appended_blocks
+    clusters = policy.cluster_sizes(sizes).made
     fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))
     if fewer:
         yield Advice(f"make fewer clusters: clusters {fewer}", {"clusters": fewer})

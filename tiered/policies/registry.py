@@ -68,8 +68,10 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     if it is a `Policy`.
 
     Raises:
-        TypeError: `policy` is neither a name nor a `Policy`.
-        ValueError: an unknown policy or option, one option with two values, or options beside a `Policy`.
+        TypeError: `policy` is neither a name nor a `Policy`, or an option of a wrong type.
+        ValueError: an unknown policy or option, an option out of range or with two values, or options beside a
+            `Policy`.
+        ImportError: `kmeans` = "faiss" without faiss.
     """
     if isinstance(policy, Policy):
         if options:

@@ -83,7 +83,7 @@ class _Elastic(PolicyState):
         kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
         apart = self._policy.hidden_tier == Tier.HOST
         program = ElasticStep(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
-        return replace(step.of_rows(rows.rows, rows.output, kind, program), refreshed=tuple(full))
+        return replace(step.of_rows(rows.rows, rows.output, kind, program), refreshed=full)
 
     def keep(self, sequences: list[int]) -> None:
         self._tracked.keep(sequences)

@@ -136,7 +136,7 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
     rows, counts = rows_where(predicting, (first | recent) & here, tracked.mask(masked) & here, *everything)
     near, count = sum(counts[:2]), sum(counts[:3])
     all_due = due == step.active
-    is_due = on_device(due, device) & active
+    is_due = on_device(due, device)
     others = rows[count:] if everything else None
     if others is not None and not all_due:
         behind = torch.arange(rows.count, device=device) >= count

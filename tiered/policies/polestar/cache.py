@@ -100,13 +100,14 @@ class HiddenCache:
 
         Clusters with half or more of their rows recomputed in the layer below come first, because their inputs have
         changed. They are among the `top_m` or in addition (`beside`). This does not apply if the moves of centroids
-        count as drift.
+        count as drift. Clusters whose rows were all removed are never chosen.
         """
         below = [] if self.measures_moves else members.mostly(recomputed)
         below = [cluster for cluster in below if cluster < len(drift)]  # a cluster may be newer than the drift
         last = np.ones(len(drift), dtype=bool)
         last[below] = False
         ranked = np.lexsort((-np.asarray(drift), last))  # equal ones stay in order
+        ranked = ranked[np.isin(ranked, members.cluster_of)]
         most = chosen_clusters(self.top_m, len(drift), single=self.clusters == "rows")
         return ranked[: most + len(below) * self.beside].tolist()
 

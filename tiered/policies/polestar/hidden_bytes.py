@@ -94,10 +94,11 @@ class ClusterSizes:
 
     @property
     def renewed(self) -> int:
-        """Rows of the clusters that an update chooses in a layer and sequence."""
+        """Rows of the clusters that an update chooses in a layer and sequence, removed ones included."""
         chosen = self.chosen * (1 + self.layers if self.beside else 1)  # the first layer chooses, but stores no rows
         most = {"auto": MOST_ROWS_PER_CLUSTER, "rows": 1}.get(str(self.wanted), self.clustered)
-        return min(self.clustered, chosen * most)
+        larger = min(chosen, self.appended) * max(0, self.call.block_length - most)
+        return min(self.kept, chosen * most + larger)
 
     @property
     def layers(self) -> int:
@@ -161,7 +162,6 @@ def hidden_buffers(sizes: ClusterSizes) -> list[Buffer]:
         Buffer("peaks and masses of their scores", centroids, (2, *kept, shape.heads, clusters), "float32"),
         Buffer("block's keys and values for drift", centroids, block, call.dtype),
         Buffer("columns of centroids", centroids, (*kept, clusters), "int64"),
-        Buffer("clusters with rows", centroids, (*kept, clusters), "bool"),
     ]
     if sizes.kept:
         stream = call.context * sizes.row  # the residual stream, which a plain step counts

@@ -37,7 +37,6 @@ class LayerState:
         stored: the members' rows; None for a layer that stores none.
         regions: region of `stored`, by sequence.
         medoids: canvas column of each cluster's medoid.
-        present: False at filler.
         queries: queries of the centroids, rotated at the positions of the medoids, because cached keys are rotated.
         reference: attention of the centroids at the last update of each sequence.
         of_output: whether drift is that of the attention's output (`Polestar.drift`).
@@ -49,7 +48,6 @@ class LayerState:
     stored: StoredRows | None
     regions: list[int]
     medoids: Int[Tensor, "batch clusters"]
-    present: Bool[Tensor, "batch clusters"]
     queries: Float[Tensor, "batch heads clusters head_dim"]
     reference: DriftReference
     of_output: bool
@@ -69,13 +67,12 @@ class LayerState:
         most = max(index.clusters for index in indices)
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
-        present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
         with span(Op.DRIFT):
             attended = LayerKeys.of(forward, layer, values=of_output)
             reference = DriftReference.of(queries, attended, forward.rows[slice(*current)])
         regions = [*range(len(members))]
-        return cls(layer, current, members, stored, regions, medoids, present, queries, reference, of_output)
+        return cls(layer, current, members, stored, regions, medoids, queries, reference, of_output)
 
     def attended(self, forward: Forward) -> LayerKeys:
         """The present keys and values that the centroids attend to."""
@@ -85,8 +82,8 @@ class LayerState:
         """Keep only these sequences (ascending)."""
         self.members = [self.members[number] for number in sequences]
         self.regions = [self.regions[number] for number in sequences]
-        self.medoids, self.present = self.medoids[sequences], self.present[sequences]
-        self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
+        self.medoids, self.queries = self.medoids[sequences], self.queries[sequences]
+        self.reference = self.reference.of_sequences(sequences)
 
     def places(self, clusters: Iterable[Cluster]) -> list[StoredCluster]:
         """Stored places of the rows of `clusters`."""
@@ -234,9 +231,8 @@ class LayerState:
         means, nearest = means_and_medoids(hidden, hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), 1)
         centroids, medoids = means.to(hidden.dtype), nearest + first
         # The new cluster's number is the next one of its sequence. All sequences get a column of filler for it.
-        number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
-        self.medoids = torch.cat([self.medoids, filler], dim=1).scatter_(1, number, medoids)
-        self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
+        number = on_device([[len(members.sizes)] for members in self.members], hidden.device)
+        self.medoids = torch.cat([self.medoids, torch.zeros_like(medoids)], dim=1).scatter_(1, number, medoids)
         self.queries = torch.cat([self.queries, self.queries[:, :, :1]], dim=2)
         self.reference = self.reference.append()
         self.recenter(forward, (number, None, centroids))

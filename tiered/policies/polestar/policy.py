@@ -101,11 +101,6 @@ class Polestar(Policy):
             with needing("faiss"):
                 importlib.import_module("faiss")  # raises now if it is missing
 
-    @property
-    def appended_blocks(self) -> int:
-        """Most finished blocks that become clusters before the next refresh."""
-        return self.refresh_blocks - 1 if self.refresh == "drift" else 0
-
     def cluster_sizes(self, call: CallShape) -> ClusterSizes:
         """Rows, clusters and records of a call."""
         return ClusterSizes(
@@ -116,7 +111,7 @@ class Polestar(Policy):
             group=self.cluster_layers,
             beside=self.from_below == "beside",
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
-            appended_blocks=self.appended_blocks,
+            appended_blocks=self.refresh_blocks - 1 if self.refresh == "drift" else 0,
             faiss=self.kmeans == "faiss",
             of_output=self.drift == "output",
             measures_moves=self.measures_moves,
@@ -224,9 +219,9 @@ class Drifting(PolicyState):
         return self.policy.refresh == "full" or block % self.policy.refresh_blocks == 0
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
-        """Sequences with more commits than the thresholds allow and tokens left to commit; and whether a later update
-        may read the rows that theirs store. That is in this block, if enough of it is left, or at the next block's
-        beginning."""
+        """Active sequences with more commits than the thresholds allow and tokens left to commit; and whether a later
+        update may read the rows that theirs store. That is in this block, if enough of it is left, or at the next
+        block's beginning."""
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
@@ -234,8 +229,11 @@ class Drifting(PolicyState):
         cumulative = policy.update_threshold if policy.cumulative_threshold is None else policy.cumulative_threshold
         due = (self._last > policy.update_threshold) | (self._since > cumulative)
         left = canvas.pending(step.start, step.stop).sum(dim=1)
-        found, left = torch.stack([due & (left > 0), left]).tolist()
+        found, left = torch.stack([due, left]).tolist()
+        # Pending tokens of a sequence that has ended stay pending.
+        left = [count if here else 0 for count, here in zip(left, step.active, strict=True)]
         # A due step has tokens left to commit, and tokens committed since are not pending any more.
         again = any(count - 1 > min(policy.update_threshold, cumulative) for count in left)
         goes_on = step.stop < canvas.length and not self._begins_with_refresh(step.block + 1)
-        return [bool(one) for one in found], again or goes_on or step.rewrites
+        updating = [bool(one and count) for one, count in zip(found, left, strict=True)]
+        return updating, again or goes_on or step.rewrites

@@ -113,7 +113,7 @@ class Update:
         del known
         if moved is not None:
             state.recenter(forward, moved)
-        if self._appends and self._kept:
+        if self._appends:
             state.append(forward, self._current, pass_.hidden)
         state.current = self._current
         if state.stored is not None:
