@@ -14,12 +14,7 @@ def pick_device(device: str | torch.device) -> torch.device:
     unknown kind of device, or a CUDA device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        picked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"unknown device {device!r}; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'") from error
-    if picked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} is not supported; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
+    picked = read_device(device)
     if picked.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (picked.index or 0) >= count:
@@ -27,6 +22,17 @@ def pick_device(device: str | torch.device) -> torch.device:
         if picked.index is None:  # tensors have an index, and a device without one is unequal to theirs
             return torch.device("cuda", torch.cuda.current_device())
     return picked
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """`device`, which need not be there. Raises `ValueError` for an unknown kind."""
+    try:
+        read = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {device!r}; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'") from error
+    if read.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not supported; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
+    return read
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class LaneThread:
         self._name, self._begin = name, begin
         self._pid = os.getpid()
         self._jobs: deque[Job] = deque()  # the first one is running
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()  # may be entered again: `stop` is a finalizer, which runs anywhere
         self._thread: threading.Thread | None = None
         self._closed = False
         self._death: BaseException | None = None

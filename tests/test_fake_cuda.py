@@ -201,6 +201,12 @@ def test_calls(case: Case, checkpoint: Callable[[str], Path], device: FakeCuda):
         assert inside.total() / forwards / LAYERS <= most[1] + 0.005, inside
 
 
+def test_logits_are_of_ids_from_the_host(checkpoint: Callable[[str], Path], device: FakeCuda):
+    case, (ids, mask) = Case("none"), block_models.batch(LENGTHS, left=True)
+    expected, found = (load(case, checkpoint(case.family), at).logits(ids, mask) for at in ("cpu", str(DEVICE)))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("policy", ["fast_dllm_dual", "elastic_cache", "polestar"])
 def test_a_call_leaves_nothing_on_the_device(policy: str, checkpoint: Callable[[str], Path], device: FakeCuda):
     """Its memory is free when it is off the books, and not when Python next looks for cycles."""

@@ -1,6 +1,7 @@
 """The ledger against a model that keeps every state it was ever in."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 from hypothesis import strategies as st
@@ -229,3 +230,15 @@ def test_lenders_give_up_as_much_as_a_booking_needs():
     assert ledger.report().tiers[Tier.HOST].required == 90
     del lender, other
     assert ledger.idle(Tier.HOST) == 0  # a lender that is gone lends nothing
+
+
+@pytest.mark.parametrize("read", ["accounts", "moved", "report", "restart_peaks"])
+def test_readers_wait_for_a_booking(read: str):
+    """Else they meet a table that another thread changes."""
+    ledger = Ledger()
+    reading = {"accounts": lambda: ledger.accounts(Tier.HOST), "moved": lambda: ledger.moved}
+    with ThreadPoolExecutor(1) as pool:
+        with ledger._lock:
+            running = pool.submit(reading.get(read) or getattr(ledger, read))
+            assert not wait([running], timeout=0.2).done
+        running.result(timeout=60)

@@ -499,6 +499,12 @@ def test_the_card_says(model: str, arguments: dict[str, Any], said: str, monkeyp
     assert [line for line in str(made).splitlines() if line.startswith(said)]
 
 
+@pytest.mark.parametrize("device", ["cuda:zzz", "cudafoo", "mps"])
+def test_a_device_that_cannot_be_is_named(device: str):
+    with pytest.raises(ValueError, match=device):
+        plan("llada-8b", context=64, device=device)
+
+
 def test_a_gpu_that_is_here_is_named(monkeypatch: pytest.MonkeyPatch):
     here = Gpu(workspace_bytes=32 << 20, multiprocessors=132, name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("tiered.planning.plan.gpu_of", lambda _: here)

@@ -41,7 +41,7 @@ from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.weight_form import ALIGNED, CODES, RAW_WEIGHTS, WeightForm
 from tiered.offload.chunk import Chunk
-from tiered.offload.errors import TransferError
+from tiered.offload.errors import PinError, TransferError
 from tiered.offload.lane import Lane
 from tiered.offload.size_class import UNIT
 from tiered.offload.thread_transport import ThreadTransport
@@ -50,6 +50,7 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.serving.scheduler import Scheduler
+from tiered.tiers.host_pool import HostPool
 from tiered.tiers.stats import TierStats
 
 LAYERS, PROMPT, CPU = 6, 44, torch.device("cpu")
@@ -247,6 +248,32 @@ def test_what_the_host_has_no_room_for_comes_from_disk(
     assert streamed_layers(runtime).below == streamed_layers(runtime).streamed - 2 and out.memory.moved["disk->host"]
     assert out.memory.tiers[Tier.HOST].peak <= 4 * slot
     assert (out.memory.tiers[Tier.DISK].peak == 0) == raw
+
+
+def test_host_memory_that_was_refused_once_is_off_the_books(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The system pins no memory for the first layer that leaves the device. The next call finds the host as it was."""
+    resident = loaded(checkpoints("llada"), "none", form="int8")
+    expected, whole = answer(resident), streamed_layers(resident)
+    slot = whole.slot_bytes
+    budget = budget_for(resident, whole.fewest, host=3 * slot, disk=whole.of_records * slot, disk_path=tmp_path)
+    runtime = loaded(checkpoints("llada"), "none", form="int8", budget=budget)
+    runtime.generate(torch.tensor([[5, 6]]), max_new_tokens=4, block_length=4)
+    assert not streamed_layers(runtime).layers
+    take, taken = HostPool.take, list[int]()
+
+    def refusing(pool: HostPool, nbytes: int) -> Chunk:
+        taken.append(nbytes)
+        if len(taken) == 2:  # the first is for the ring
+            raise PinError(nbytes, "the system refused")
+        return take(pool, nbytes)
+
+    with monkeypatch.context() as once, pytest.raises((PinError, TierCapacityError)):
+        once.setattr(HostPool, "take", refusing)
+        answer(runtime)
+    assert not {*runtime.ledger.accounts(Tier.HOST)} - {Account.SPARE}
+    assert same(answer(runtime), expected) and streamed_layers(runtime).layers
 
 
 @pytest.mark.parametrize("kv", RowCode)

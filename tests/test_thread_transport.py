@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tiered.offload.errors import TransferError
 from tiered.offload.host_event import HostEvent
+from tiered.offload.lane_thread import LaneThread
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Times, TransferEvent
 
@@ -170,3 +171,17 @@ def test_the_interpreter_ends_without_a_close():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "finished\n", "")
+
+
+def test_a_lane_may_be_stopped_by_a_thread_that_holds_its_lock():
+    """As by the finalizer of a transport that the garbage collector finds there."""
+    lane = LaneThread("a lane")
+
+    def stop() -> None:
+        with lane._changed:
+            lane.stop()
+
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert not stopping.is_alive()

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -97,6 +97,13 @@ def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):
     assert list(told) == ["3", "5"] and told["5"]["store"]["nbytes"] == NBYTES
     tiers.restart_stats()
     assert not tiers.stats().layers and tiers.stats().pinned_requested == 2 * ROOM
+
+
+def test_a_ring_in_host_memory_counts_as_pinned_memory(tiers: Tiers):
+    with ExitStack() as opened:
+        tiers.slots(Region.LOAD_SLOT, 3, ROOM, opened)
+        assert tiers.stats().pinned_requested == 3 * ROOM
+    assert tiers.stats().pinned_requested == 0
 
 
 def test_a_slow_link_is_hidden_or_exposed_in_its_layer(ledger: Ledger):

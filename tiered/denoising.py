@@ -130,7 +130,7 @@ def _forward(
         key_mask=key_mask,
         pads=pads,
     )
-    forward = Forward(traced(context.model), store, positions, limits, tiers, context.weights)
+    forward = Forward(traced(context.model), store, positions, limits, context.weights)
     if needed.records is not None and tiers is not None:
         forward.stored = StoredRows(tiers, needed.records, sizes.sequences)
     forward.most_rows = needed.most_rows or canvas.length

@@ -297,7 +297,7 @@ class Runtime:
                 differs from the checkpoint's; columns that are not there.
         """
         ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        prompts, shape = self._read(None, ids), self.model.shape
+        prompts, shape = self._read(None, ids).to(self.device), self.model.shape
         batch, length = prompts.ids.shape
         check_positions(shape, length, "the ids make")
         clean = read_noise_mask(noise_mask, shape, (batch, length), self.device)

@@ -61,7 +61,8 @@ class Ledger:
 
     def accounts(self, tier: Tier) -> dict[Account, int]:
         """Bytes that `tier` holds now, by account, without empty accounts."""
-        return {account: size for account, size in self._current[tier].items() if size}
+        with self._lock:
+            return {account: size for account, size in self._current[tier].items() if size}
 
     def allocate(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> None:
         """Book `amounts` (bytes by account) in `tier`, all or none. Raises `TierCapacityError` if the cap has no room
@@ -135,18 +136,20 @@ class Ledger:
     @property
     def moved(self) -> Mapping[tuple[Tier, Tier], int]:
         """Bytes that moved since `restart_peaks`, by source and destination; a copy."""
-        return dict(self._moved)
+        with self._lock:
+            return dict(self._moved)
 
     def restart_peaks(self) -> None:
         """Drop earlier peaks and transfers. The next report begins with the bytes held now."""
-        self._at_peak = {tier: self._used(tier) for tier in Tier}
-        self._required = Counter({tier: self.held(tier) - self.idle(tier) for tier in Tier})
-        self._moved.clear()
+        with self._lock:
+            self._at_peak = {tier: self._used(tier) for tier in Tier}
+            self._required = Counter({tier: self.held(tier) - self.idle(tier) for tier in Tier})
+            self._moved.clear()
 
     def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
         """Bytes held now, at each tier's peak, and moved since `restart_peaks`. `allocator_peak`: as in the report."""
-        return MemoryReport(
-            tiers={
+        with self._lock:
+            tiers = {
                 tier: TierReport(
                     current=self.held(tier),
                     peak=self._at_peak[tier].total(),
@@ -155,8 +158,10 @@ class Ledger:
                     cap=self.budget.cap(tier),
                 )
                 for tier in Tier
-            },
-            moved={f"{source}->{destination}": size for (source, destination), size in self._moved.items()},
+            }
+        return MemoryReport(
+            tiers=tiers,
+            moved={f"{source}->{destination}": size for (source, destination), size in self.moved.items()},
             allocator_peak=allocator_peak,
             disk_path=None if self.budget.disk_path is None else str(self.budget.disk_path),
         )

@@ -30,7 +30,6 @@ from tiered.models.base import DiffusionModel, RouterProbe, head
 from tiered.models.logit_tiles import LogitTiles
 from tiered.models.rope import Rotary
 from tiered.tiers.stored_rows import StoredRows
-from tiered.tiers.tiers import Tiers
 
 Logits = Float[Tensor, "sequences output vocab"]
 # The normed rows of a layer, and their queries.
@@ -43,7 +42,6 @@ class Forward:
     Attributes:
         length: columns of the canvas.
         rows: all columns.
-        tiers: tiers of the call; None if everything is on the device.
         stored: rows of hidden states; None if the policy stores none.
         ids: tokens of the current pass.
         limits: columns of the canvas that rows of the pass read.
@@ -67,21 +65,18 @@ class Forward:
         store: FeatureStore,
         positions: Int[Tensor, "batch length"],
         limits: CanvasLimits | None = None,
-        tiers: Tiers | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """
         Args:
             positions: RoPE position of every column; one row if all sequences share them.
             limits: columns that rows of all sequences read; None for the whole canvas.
-            tiers: tiers of the call; None if everything is on the device. The forward only passes them on.
             weights: fetches the weights of each layer; None if all are on the device.
         """
         self.model = model
         self.store = store
         self.length = self.most_rows = positions.shape[1]
         self.rows = Rows.span(0, self.length, positions.device)
-        self.tiers = tiers
         self.stored: StoredRows | None = None
         self.limits = self._limits = limits or CanvasLimits(model.shape, self.length)
         self.ids = positions[:0]

@@ -12,7 +12,7 @@ from tiered.core.buffers import FLOAT32, Buffer
 from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape, Gpu
-from tiered.offload.device import cublas_workspace_bytes, device_name, multiprocessors, pick_device
+from tiered.offload.device import cublas_workspace_bytes, device_name, multiprocessors, pick_device, read_device
 
 _PROGRAM_ROWS, _PROGRAM_KEYS = 64, 64  # of flash attention; it takes up to 256 keys at a time
 _PROGRAMS, _ROUNDS = 2, 6
@@ -29,7 +29,7 @@ def gpu_of(device: str | torch.device) -> Gpu | None:
     Raises:
         ValueError: no such device.
     """
-    if str(device).startswith("cuda") and pick_device("auto").type == "cpu":
+    if device != "auto" and read_device(device).type == "cuda" and pick_device("auto").type == "cpu":
         return LARGEST_GPU
     picked = pick_device(device)
     if picked.type == "cpu":

@@ -112,9 +112,6 @@ class StreamedWeights:
                 self._open_slots()
         finally:
             self.note()
-        if not then.layers:
-            homes.close()
-            self._homes = None
         self._broken_off = False
 
     @spanned(Op.WEIGHTS)
@@ -163,7 +160,8 @@ class StreamedWeights:
                 raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {here}")
 
     def note(self) -> None:
-        """Update `now` and the ledger. A layer on the device has no record."""
+        """Update `now` and the ledger. A layer on the device has no record, and without records nothing is kept below
+        the device."""
         there: dict[Hashable, int] = {}
         here = 0
         if self._homes is not None:
@@ -175,6 +173,8 @@ class StreamedWeights:
         layers = tuple(dict.fromkeys(there.values()))
         slots = self.now.slots if layers else 0
         self.now = replace(self.now, layers=layers, slots=slots, below=len(there) - here)
+        if not layers:
+            self._close_homes()
         resident, booked = self.now.resident, self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
         self._ledger.allocate({Account.WEIGHTS: max(0, resident - booked)})
         self._ledger.release({Account.WEIGHTS: max(0, booked - resident)})
@@ -182,9 +182,7 @@ class StreamedWeights:
     def close(self) -> None:
         """Free the ring and all memory below the device. May be called again."""
         self._close_slots()
-        if self._homes is not None:
-            self._homes.close()
-        self._homes = None
+        self._close_homes()
 
     def _leave(self, layer: int, room: int) -> None:
         """Move a layer down from the device, with at most `room` records on the host."""
@@ -246,7 +244,9 @@ class StreamedWeights:
         self.note()
         if self.now.layers:
             self._open_slots()
-        elif self._homes is not None:
-            self._homes.close()
-            self._homes = None
         self._broken_off = False
+
+    def _close_homes(self) -> None:
+        if self._homes is not None:
+            self._homes.close()
+        self._homes = None

@@ -109,14 +109,16 @@ class Batch:
             with span(Op.LAYER, layer):
                 normed = model.attention_norm(layer, hidden, branch)
                 branch = None
-                found = None if layer == last else model.queries_keys_values(layer, normed, rows.rotary)
-                queries, keys, values = found or (None, *model.keys_values(layer, normed, rows.rotary))
+                with span(Op.QKV):
+                    found = None if layer == last else model.queries_keys_values(layer, normed, rows.rotary)
+                    queries, keys, values = found or (None, *model.keys_values(layer, normed, rows.rotary))
                 rows.store(layer, keys, values)
                 del found, keys, values
                 if layer == last:
                     normed, hidden, rows = self._chosen(normed), self._chosen(hidden), self._outputs
                 if queries is None:
-                    queries = model.queries(layer, normed, rows.rotary)
+                    with span(Op.QKV):
+                        queries = model.queries(layer, normed, rows.rotary)
                 del normed
                 if not queries.numel():  # the last layer of passes without logits is for their keys and values
                     break

@@ -8,8 +8,8 @@ from tiered.core.ops import Op
 from tiered.core.spans import active, spanned
 from tiered.models.base import DiffusionModel
 
-# Methods of `DiffusionModel` that compute for a step. Only `Forward` calls `queries`, `keys_values`,
-# `queries_keys_values` and `attend`, in methods that are ranges themselves.
+# Methods of `DiffusionModel` that compute for a step. Who calls `queries`, `keys_values`,
+# `queries_keys_values` or `attend` opens a range.
 PIECES: Mapping[str, Op] = MappingProxyType(
     {
         "embed": Op.EMBED,

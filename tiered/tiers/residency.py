@@ -50,7 +50,7 @@ class _Here:
         brought: parts that came from the home and were not written since.
         written: parts that were written and not patched.
         bytes: the record's bytes in the slot.
-        whole: True if no part of the home is absent, so that `missing` need not compute it.
+        whole: True if the slot has all parts that the home has, so that nothing has to be fetched.
         arriving: whether compute has to wait for copies.
     """
 

@@ -77,7 +77,7 @@ class Tiers:
         self._stats, self._transport = TierStats(), transport or _transport_for(device)
         self.record = reporting(self._stats, ledger)
         self.traffic = Traffic(self._transport, self.record)
-        self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
+        self._host: set[Chunk] = set()  # of the homes in host memory, and of rings there
         self._homes: set[ExitStack] = set()  # of the homes that are not freed yet
         self._scratch: ScratchFile | None = None
         self._closed = False
@@ -96,6 +96,8 @@ class Tiers:
         opened.callback(chunk.free)
         self.ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
         opened.callback(self.ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
+        if tier is Tier.HOST:
+            self._keep(chunk, opened)
         ring = Ring(slots, chunk.bytes, region, chunk.earlier)
         opened.callback(ring.settle)
         return ring
@@ -110,10 +112,14 @@ class Tiers:
             self.ledger.rebook(Account.SPARE, account, nbytes, Tier.HOST)
             opened.callback(self.ledger.rebook, account, Account.SPARE, nbytes, Tier.HOST)
             fence = Fence(Region.HOST_SLOT, chunk.earlier)
-            self._host[fence] = chunk
-            opened.callback(self._host.pop, fence)
+            self._keep(chunk, opened)
             opened.callback(settle, [fence])
             return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=self._to_free(opened))
+
+    def _keep(self, chunk: Chunk, opened: ExitStack) -> None:
+        """Count `chunk` among host memory until `opened` is closed."""
+        self._host.add(chunk)
+        opened.callback(self._host.discard, chunk)
 
     def on_device(self, account: Account, nbytes: int) -> UInt8[Tensor, " nbytes"]:
         """Device memory, booked under `account` until the tiers are closed. Raises `TierCapacityError` if it has no
@@ -174,7 +180,7 @@ class Tiers:
     def stats(self) -> TierStats:
         """A copy of the figures so far."""
         self.traffic.harvest()
-        stats, chunks = deepcopy(self._stats), self._host.values()
+        stats, chunks = deepcopy(self._stats), self._host
         stats.pinned_requested = sum(chunk.bytes.numel() for chunk in chunks)
         stats.pinned_actual = sum(chunk.actual_bytes for chunk in chunks)
         stats.pinned = bool(chunks) and all(chunk.pinned for chunk in chunks)
