@@ -57,7 +57,7 @@ class MemoryReport:
     @property
     def budget(self) -> MemoryBudget:
         """The least budget, to pass as `memory`, under which the same call runs in the same way. Device and host have
-        their `TierReport.required`, the disk its own cap. Raises `ValueError` if the folder of the disk tier is gone."""
+        their `TierReport.required`, the disk its own cap. Raises `ValueError` if the disk's folder is gone."""
         return MemoryBudget(
             device=self.tiers[Tier.DEVICE].required,
             host=self.tiers[Tier.HOST].required,
