@@ -84,8 +84,6 @@ class Day:
                 lost = "what is measured from now on may not be in it"
                 CONSOLE.print(f"gpu_day.py: error: {self.path}: {error.strerror}; {lost}", **PLAIN)
             self.broken = error.strerror or "cannot be written"
-            with contextlib.suppress(OSError):
-                self.path.with_name(f".{self.path.name}.part").unlink(missing_ok=True)
 
     def show(self) -> int:
         """Print the summary and the line for programs, the latter even if a table fails. Returns the exit status."""

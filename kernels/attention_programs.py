@@ -42,9 +42,9 @@ def attend_split(
         own_rows = tl.load(fields + 4).to(tl.int32)
     there = folded < group * own_rows
     head = kv_head * group + folded // own_rows
-    row = folded % own_rows
+    row = (folded % own_rows).to(tl.int64)
     if stores is not None:  # rows of all sequences are one behind the other, as those of one sequence
-        row += tl.load(fields + 3).to(tl.int32)
+        row += tl.load(fields + 3)
         batch *= 0
     # In NVFP4 even and odd elements are separate parts, as its bytes unpack; otherwise there is one part.
     parts: tl.constexpr = 2 if FORM.code == _NVFP4 else 1

@@ -19,8 +19,8 @@ times its scale, or times both scales. The parts of a row are, in order:
 A residual against a base ends with its projection, a BF16 number: the row is projection · base + residual.
 
 E8M0 is a power of two in one byte. So decoded values are exact in every dtype that models have, and encode to the same
-bytes again. 255 marks a row that was not finite, which decodes to NaN. A float32 holds the scales of weights that are
-quantised already.
+bytes again. But in float16 a finite row that reaches 63488 may decode to infinity. 255 marks a row that was not finite,
+which decodes to NaN. A float32 holds the scales of weights that are quantised already.
 """
 
 from collections.abc import Iterator

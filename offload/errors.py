@@ -1,7 +1,11 @@
 """Errors of memory and copies. A message is formatted from the error's `args`, so the error can be pickled."""
 
 
-class NoRoomError(RuntimeError):
+class OffloadError(RuntimeError):
+    """The base of the errors below."""
+
+
+class NoRoomError(OffloadError):
     """A device, or the disk under a scratch file, has no room.
 
     Attributes:
@@ -21,7 +25,7 @@ class NoRoomError(RuntimeError):
         return f"{self.what} of {self.capacity} bytes has no room for {self.needed} bytes ({self.available} are free)"
 
 
-class PinError(RuntimeError):
+class PinError(OffloadError):
     """The system refused to pin host memory.
 
     Attributes:
@@ -37,9 +41,9 @@ class PinError(RuntimeError):
         return self.message
 
 
-class TransferError(RuntimeError):
+class TransferError(OffloadError):
     """A copy failed, or its transport is gone (closed, dead, or of the parent of a forked process)."""
 
 
-class CorruptRecordError(RuntimeError):
+class CorruptRecordError(OffloadError):
     """A record read from disk is not the one written there: its checksum or size differs."""

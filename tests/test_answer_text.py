@@ -31,7 +31,7 @@ def text_of(stop: Sequence[str] = (), most: int | None = None) -> AnswerText:
         (("cd",), None, ["abc"], ["ab", "c"], "length", 3),
         (("yz", "b"), None, ["ayz"], ["a", ""], "stop", 1),
         (("ab",), None, ["a", "a", "b"], ["", "a", "", ""], "stop", 1),
-        (("ab",), None, ["ab"], ["", ""], "stop", 1),
+        (("ab",), None, ["ab"], ["", ""], "stop", 0),
         (("\n\n",), None, ["x\n", "\ny"], ["x", "", ""], "stop", 1),
         (("c",), 3, ["abc"], ["ab", ""], "stop", 2),
     ],

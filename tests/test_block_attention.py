@@ -301,6 +301,16 @@ def test_strides_are_honoured(implementation: str, code: RowCode | None):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_may_lie_far_apart(implementation: str):
+    """So far that their addresses take 64 bits. Three pages of the memory are touched."""
+    case = random_case(batch=1, heads=1, kv_heads=1, rows=3, length=20, head_dim=16, dtype=torch.float16)
+    case = case.to(device_of(implementation))
+    memory = torch.UntypedStorage((4 << 30) + 32, device=case.queries.device)
+    apart = case.queries.new_empty(0).set_(memory, 0, (1, 1, 3, 16), (1, 1, 1 << 30, 1)).copy_(case.queries)  # pyright: ignore
+    assert_close(replace(case, queries=apart).by(implementation), case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("by_mask", [True, False])
 def test_a_hidden_key_may_hold_anything(implementation: str, by_mask: bool):
     case = random_case(masked=by_mask, padded=not by_mask, partly=False).to(device_of(implementation))
@@ -383,6 +393,9 @@ def test_inputs_that_do_not_go_together(implementation: str):
         replace(made, keys=replace(made.keys, weight=torch.ones(31))).by(implementation)  # pyright: ignore
     with pytest.raises(ValueError, match="a multiple of 32"):
         random_case(turning=5, head_dim=48, code=RowCode.NVFP4).by(implementation)
+    for head_dim in (8, 24):
+        with pytest.raises(ValueError, match=f"heads of {head_dim} elements in nvfp4; a multiple of 16"):
+            random_case(head_dim=head_dim, code=RowCode.NVFP4).by(implementation)
 
 
 @pytest.mark.parametrize("soft_cap", [0.3, 30.0, 1e6])

@@ -362,7 +362,7 @@ def test_the_exact_cache_is_for_no_canvas():
             {"block_length": 4, "threshold": 0.5, "editing_threshold": 0.5, "max_post_steps": -1},
             "max_post_steps = -1",
         ),
-        ({}, {"block_length": 4, "steps": 2, "denoising_steps": 3}, "contradicts block_steps"),
+        ({}, {"block_length": 4, "steps": 2, "denoising_steps": 3}, "denoising_steps = 3 contradicts steps = 2;"),
         ({}, {"block_length": 4, "stop_tokens": [128]}, r"stop_tokens \[128\]: ids in \[0, 128\)"),
         ({}, {"block_length": 4, "stop_tokens": [-1]}, "stop_tokens = -1"),
         ({}, {"block_length": 4, "max_new_tokens": 2048}, "2048 .*make 2080 positions"),

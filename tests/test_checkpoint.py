@@ -59,13 +59,33 @@ def test_a_tied_head_is_the_embedding(
 ):
     spelled_out = dict(tiny_weights) | {HEAD: tiny_weights[EMBEDDING].clone()}
     tied = {name: weight for name, weight in tiny_weights.items() if name != HEAD}
-    runtimes = [
-        tiered.from_pretrained(write_checkpoint({**tiny_config, "weight_tying": False}, spelled_out)),
-        tiered.from_pretrained(write_checkpoint({**tiny_config, "weight_tying": True}, tied, shards=2)),
-    ]
-    assert torch.equal(*(runtime.logits(IDS) for runtime in runtimes))
-    sizes = [runtime.ledger.report().peak_device_bytes for runtime in runtimes]
-    assert sizes[0] > sizes[1]
+    apart, *once = (
+        tiered.from_pretrained(write_checkpoint({**tiny_config, "weight_tying": is_tied}, weights, shards=2))
+        for is_tied, weights in ((False, spelled_out), (True, tied), (True, spelled_out))
+    )
+    for runtime in once:
+        assert torch.equal(runtime.logits(IDS), apart.logits(IDS))
+        assert runtime.ledger.report().peak_device_bytes < apart.ledger.report().peak_device_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda head: head + 1, f"the weight {HEAD} differs from {EMBEDDING}, but config.json ties them"),
+        (lambda head: head[1:].clone(), f"1 unexpected: {HEAD}"),
+        (lambda head: head.double(), f"1 unexpected: {HEAD}"),
+    ],
+)
+def test_a_tied_head_that_is_not_the_embedding(
+    write_checkpoint: Callable[..., Path],
+    tiny_config: Mapping[str, Any],
+    tiny_weights: Mapping[str, Tensor],
+    change: Callable[[Tensor], Tensor],
+    message: str,
+):
+    weights = dict(tiny_weights) | {HEAD: change(tiny_weights[EMBEDDING])}
+    with pytest.raises(ValueError, match=message):
+        tiered.from_pretrained(write_checkpoint({**tiny_config, "weight_tying": True}, weights))
 
 
 @pytest.mark.parametrize("wanted", BYTES_PER_ELEMENT)

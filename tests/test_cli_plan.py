@@ -21,6 +21,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import ALIASES, PRESETS, read_preset
+from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, TransferError
 from tiered.planning.plan import plan
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +122,10 @@ def test_a_mistake_is_one_line_on_stderr(arguments: list[str], message: str, cap
         (TierCapacityError(2, 1, Tier.DEVICE, "raise it"), 2),
         (FileNotFoundError("no weights"), 2),
         (TypeError("no such type"), 2),
+        (NoRoomError(5, 4, 8, "the scratch file"), 2),
+        (PinError(5, "raise ulimit -l"), 2),
+        (TransferError("the file has changed"), 2),
+        (CorruptRecordError("another checksum"), 2),
         (KeyboardInterrupt(), 130),
     ],
 )

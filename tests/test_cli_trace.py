@@ -31,6 +31,7 @@ def test_a_trace_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
         ([PROMPT, "--out", "trace.txt"], "*.json or *.json.gz"),
         ([PROMPT, "--out", "no/such/folder/trace.json"], "no/such/folder"),
         ([PROMPT, "--out", "folder.json"], "is a folder"),
+        ([PROMPT, "--out", "kept.json"], "--out kept.json exists"),
         ([PROMPT, "--out", "trace.json", "--prompt-file", "y"], "pass one of them"),
     ],
 )
@@ -43,11 +44,13 @@ def test_refused_before_any_work(
 ):
     monkeypatch.chdir(tmp_path)
     Path("folder.json").mkdir()
+    Path("kept.json").write_text("kept")
     monkeypatch.setattr(trace, "load_runtime", lambda args: pytest.fail("a model was loaded"))
     assert main(["trace", *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("tiered: error: ") and message in err
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.json", "kept.json"}
+    assert Path("kept.json").read_text() == "kept"
 
 
 def test_the_file_is_asked_for(capsys: pytest.CaptureFixture[str]):

@@ -366,6 +366,17 @@ def test_a_file_larger_than_memory_is_opened_once(
     assert all(torch.equal(official(model, name), weight) for name, weight in weights.items())
 
 
+@pytest.mark.parametrize("heads", [None, {"head_dim": 32, "num_key_value_heads": 1}])
+def test_layers_with_numbers_of_two_digits(heads: dict[str, int] | None):
+    """transformers writes "05" and "11", and of released models nothing."""
+    by_layer = None if heads is None else {"05": heads, "11": heads}
+    changes = {"num_hidden_layers": 12, "layer_types": None, "per_layer_config": by_layer, "global_head_dim": 32}
+    changes |= {"num_global_key_value_heads": 1}
+    config = CONFIG | {"text_config": CONFIG["text_config"] | changes}
+    shape = family_of(config).shape(config)
+    assert shape.global_heads == (1, 32) and [*filter(shape.is_global, range(12))] == [5, 11]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -373,7 +384,11 @@ def test_a_file_larger_than_memory_is_opened_once(
         ({"rope_theta": 5e5}, "is not stretched"),
         ({"layer_types": ["full_attention"]}, "one for each of 6 layers"),
         ({"per_layer_config": {"0": {"head_dim": 8}, "5": {"head_dim": 32}}}, "one for all layers of 'full_attention'"),
-        ({"per_layer_config": {"5": {"rope_theta": 1e4}}}, "per_layer_config has"),
+        ({"per_layer_config": {"5": {"rope_theta": 1e4}}}, r"per_layer_config has \['rope_theta'\]"),
+        *(
+            ({"per_layer_config": {"5": {"head_dim": 32}, key: {"head_dim": 32}}}, rf"the keys \['5', '{key}'\]")
+            for key in ("05", "all", "6", "-1")
+        ),
         ({"per_layer_config": {"5": {"num_key_value_heads": 3}}}, "3 key heads of 16 elements"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters"),
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),

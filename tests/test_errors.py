@@ -21,7 +21,7 @@ import tiered.offload.errors
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import ContextLengthError, NonFiniteError, TierCapacityError
 from tiered.core.features import Tier
-from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, TransferError
+from tiered.offload.errors import CorruptRecordError, NoRoomError, OffloadError, PinError, TransferError
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
 
@@ -36,6 +36,7 @@ ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
         "the weight w is not finite; load float32",
     ),
     ContextLengthError: (("too long",), "too long"),
+    OffloadError: (("failed",), "failed"),
     NoRoomError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
     PinError: ((5, "raise ulimit -l"), "raise ulimit -l"),
     TransferError: (("closed",), "closed"),

@@ -195,11 +195,12 @@ def test_a_full_disk_is_named_and_finished_points_stay(run, tmp_path: Path, monk
     write = store.write_then_rename
 
     def full(path: Path, fill: Callable[[Path], object]) -> None:
-        if len(written) == 3:
-            path.with_name(f".{path.name}.part").write_text("half")
+        def half(part: Path) -> None:
+            part.write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
+
+        write(path, half if len(written) == 3 else fill)
         written.append(path)
-        write(path, fill)
 
     with monkeypatch.context() as patch, pytest.raises(IndexError):
         patch.setattr(store, "write_then_rename", full)

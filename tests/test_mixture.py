@@ -490,6 +490,12 @@ def test_experts_whose_file_changes_are_named(
         assert torch.equal(again.generate(prompts[2], **call).sequences, expected[2])
 
 
+def test_the_share_that_turns_may_be_inside_rope_parameters():
+    inside = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    for changes in (inside, inside | {"partial_rotary_factor": None}):
+        assert family_of(LLADA2).read(LLADA2 | changes) == family_of(LLADA2).read(LLADA2)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
@@ -510,6 +516,7 @@ def test_experts_whose_file_changes_are_named(
         (LLADA2, {"score_function": "softmax"}, "score_function = 'softmax'"),
         (LLADA2, {"use_qkv_bias": True}, "use_qkv_bias = True"),
         (LLADA2, {"partial_rotary_factor": 0.3}, "partial_rotary_factor = 0.3 of a head of 12"),
+        (LLADA2, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor = 0.5, but 0.25 in rope"),
         (SDAR_MOE, {"num_experts": 2}, "num_experts = 2 is fewer than num_experts_per_tok = 3"),
         (SDAR_MOE, {"mlp_only_layers": 1}, "mlp_only_layers = 1; a list of layers"),
         (SDAR_MOE, {"decoder_sparse_step": 4}, "num_hidden_layers = 3, none of which has a mixture"),

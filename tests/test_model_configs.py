@@ -242,7 +242,7 @@ def test_switches_that_are_off_change_nothing(model_type: str):
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_newer_files_have_the_base_inside_rope_parameters(model_type: str):
-    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    parameters = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 1.0}
     assert read(CONFIGS[model_type], rope_parameters=parameters).rotation.theta == 5e5
 
 
@@ -357,6 +357,7 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         *((config, {"use_sliding_window": True}, r"= True \(allowed: False\)") for config in (LLADA, DREAM, GIDD)),
         (SDAR, {"use_sliding_window": True}, "use_sliding_window = True, but there is no sliding_window"),
         *in_every_family({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        *in_every_family({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         *in_every_family({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         *in_every_family({"num_experts": 64}, "num_experts = 64"),
         *in_every_family({"is_causal": True}, "is_causal = True"),

@@ -29,7 +29,7 @@ def test_names_of_other_libraries(name: str, meant: str | None):
 
 def test_the_message_if_there_is_no_name():
     assert str(unknown_name("option of policy 'none'", "window", [])) == (
-        "unknown option of policy 'none' 'window'; there is none"
+        "'window' is no option of policy 'none'; there is none"
     )
 
 

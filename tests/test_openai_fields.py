@@ -13,12 +13,14 @@ from tiered.serving.prompts import RefusedBody
 HELLO = [{"role": "user", "content": "hello"}]
 PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
-LIMITS = Limits(answer_tokens=100, choices=4)
 
 
-def read(*, chat: bool = True, defaults: Mapping[str, Any] | None = None, **body: Any) -> ParsedRequest:
-    source = {"messages": HELLO} if chat else {"prompt": "hello"}
-    return read_body(source | body, chat=chat, defaults=defaults or {"steps": 8}, limits=LIMITS, mask_token_id=3)
+def read(
+    *, chat: bool = True, defaults: Mapping[str, Any] | None = None, most: int = 128, blocks: bool = False, **body: Any
+) -> ParsedRequest:
+    source, limits = {"messages": HELLO} if chat else {"prompt": "hello"}, Limits(answer_tokens=most, choices=4)
+    own = defaults if defaults is not None else {"steps": 8}
+    return read_body(source | body, chat=chat, defaults=own, limits=limits, mask_token_id=3, block_causal=blocks)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,21 @@ def test_a_choice_of_the_request_replaces_that_of_the_server(body: dict[str, Any
         ({"max_tokens": 20, "block_length": 8}, {"options": {"steps": 8, "block_length": 8, "max_new_tokens": 24}}),
         ({"max_new_tokens": 64}, {"options": {"steps": 8, "max_new_tokens": 64}, "most": None}),
         ({"gen_length": 64, "threshold": 0.9}, {"most": None}),
+        ({"max_tokens": 33, "commit": "timestep"}, {
+            "options": {"commit": "timestep", "steps": 8, "max_new_tokens": 33}, "most": 33
+        }),
+        ({"max_tokens": 33, "commit": "origin", "block_size": 8, "seed": -1}, {
+            "options": {"commit": "origin", "steps": 8, "block_length": 8, "max_new_tokens": 40}, "most": 33
+        }),
+        ({"max_tokens": 33, "blocks": True}, {"options": {"steps": 8, "max_new_tokens": 33}, "most": 33}),
+        ({"most": 8}, {"options": {"steps": 8, "max_new_tokens": 8}, "most": 8}),
+        ({"most": 8, "block_length": 3}, {"options": {"steps": 8, "block_length": 3, "max_new_tokens": 9}, "most": 8}),
+        ({"most": 64, "defaults": {"max_new_tokens": 64}}, {"options": {"max_new_tokens": 64}, "most": None}),
+        ({"most": 32, "defaults": {"max_new_tokens": 64}}, {"options": {"max_new_tokens": 32}, "most": 32}),
+        ({"mask_id": 3, "mask_token_id": 3, "return_dict": True, "return_dict_in_generate": True, "steps": 4}, {
+            "options": {"steps": 4}
+        }),
+        ({"return_history": False}, {"options": {"steps": 8}}),
         ({"steps": 4, "temperature": 0.5, "top_p": 0.9}, {"options": {"steps": 4, "temperature": 0.5, "top_p": 0.9}}),
         ({"chat_template_kwargs": {"x": 1}}, {"template": {"x": 1}}),
         ({"chat_template_kwargs": None}, {"template": {}}),
@@ -99,6 +116,9 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"chat_template_kwargs": 5}, "chat_template_kwargs", "chat_template_kwargs = 5; an object is allowed"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"output_history": True}, "output_history", "not supported"),
+        ({"return_history": True}, "return_history", "not supported"),
+        ({"mask_token_id": 5}, "mask_token_id", "the model's mask token is 3"),
+        ({"return_dict": False}, "return_dict", "the result is always an object"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         ({"model": 5}, "model", "model = 5; a string is allowed"),
         ({"n": 0}, "n", "n = 0"),
@@ -114,8 +134,12 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"stop": ""}, "stop", "1 to 256 characters"),
         ({"stop": [1]}, "stop", "list of strings"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens = 0"),
-        ({"max_tokens": 101}, "max_tokens", "at most 100"),
-        ({"max_new_tokens": 128}, "max_new_tokens", "at most 100"),
+        ({"max_tokens": 129}, "max_tokens", "at most 128"),
+        ({"max_new_tokens": 256}, "max_new_tokens", "at most 128"),
+        ({"block_length": 256}, "block_length", "block_length = 256; an int from 1 to 128 is allowed"),
+        ({"max_tokens": 8, "block_size": 256}, "block_size", "block_size = 256; an int from 1 to 128 is allowed"),
+        ({"trailing_noise": 129}, "trailing_noise", "trailing_noise = 129; an int from 0 to 128 is allowed"),
+        ({"max_tokens": 8, "threshold": 2}, "threshold", "confidence_threshold = 2"),
         ({"max_tokens": 10, "max_completion_tokens": 20}, "max_completion_tokens", "different lengths"),
         ({"max_tokens": 10, "block_length": 0}, "block_length", "block_length = 0"),
         ({"steps": 4, "diffusion_steps": 5}, "diffusion_steps", "contradicts steps = 4"),

@@ -312,7 +312,7 @@ def test_draws(given: dict[str, Any], draws: bool):
         ({"commit": "drift_aware", "confidence": "margin"}, ValueError, "'drift_aware' allows 'probability'"),
         ({"alg": "origin", "confidence": "margin"}, ValueError, "'origin' allows 'probability'"),
         ({"alg": "origin", "alg_temp": 0.5}, ValueError, "'origin' takes schedule_floor"),
-        ({"alg": "topk_margin", "confidence": "entropy"}, ValueError, "contradicts"),
+        ({"alg": "topk_margin", "confidence": "entropy"}, ValueError, "'entropy' contradicts alg = 'topk_margin'"),
         ({"alg": "entropy", "remasking": "random"}, ValueError, "not 'timestep'"),
     ],
 )

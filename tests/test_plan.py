@@ -177,16 +177,6 @@ def test_a_cap_is_met_to_the_byte():
 def test_without_a_cap_everything_fits():
     made = plan(LONG_LLADA, context=10**6, policy=DUAL, memory=MemoryBudget(host="1GiB"))
     assert made.fits and made.largest_context is None and made.advice == ()
-    made.require_fit()
-
-
-def test_require_fit_says_what_is_needed_and_what_to_do():
-    made = plan(LONG_LLADA, context=32768, policy=DUAL, memory=alone("24GiB"))
-    with pytest.raises(TierCapacityError) as caught:
-        made.require_fit()
-    error = caught.value
-    assert (error.needed, error.available, error.tier) == (device_bytes(made), 24 * GIB, Tier.DEVICE)
-    assert f"lower the context to {made.largest_context}" in error.hint
 
 
 # ---- advice ----

@@ -103,6 +103,17 @@ def test_weights_are_what_their_writer_means(written: Callable[..., dict[str, Te
             torch.testing.assert_close(weight.values(), expected, rtol=2**-22 if writer is nvfp4 else 0, atol=0)
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_scales_of_the_cache_are_not_read(written: Callable[..., dict[str, Tensor]], raw: bool, tmp_path: Path):
+    """Of ModelOpt, where projections are coded and where they are excluded."""
+    change: dict[str, Any] = {f"{BLOCK}.{name}_proj.{name}_scale": lambda _: torch.tensor(0.5) for name in "kv"}
+    if raw:
+        change |= {f"{BLOCK}.{name}_proj.weight": lambda _: torch.ones(64, 64) for name in "kv"}
+        change |= {f"{BLOCK}.{name}_proj.{of}_scale": lambda _: None for name in "kv" for of in ("weight", "input")}
+    written(*LAYOUTS["ModelOpt FP8"][:2], change=change)
+    assert len(opened(tmp_path).codes) == len(QUANTISED) - 2 * raw
+
+
 @pytest.mark.parametrize(
     "made", [tiered.from_pretrained, lambda directory, **how: tiered.plan(directory, context=64, **how)]
 )
@@ -310,6 +321,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ModelOpt, channels scaled": (
         {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{Q}.pre_quant_scale": lambda _: torch.ones(64)}},
         f"1 unexpected: {Q}.pre_quant_scale",
+    ),
+    "ModelOpt, an offset of the cache": (
+        {"quantization": MODELOPT, "layout": opt_nvfp4, "change": {f"{BLOCK}.k_proj.k_bias": lambda _: torch.ones(1)}},
+        f"1 unexpected: {BLOCK}.k_proj.k_bias",
+    ),
+    "torchao, scales of a cache": (
+        {"layout": ao_fp8, "change": {f"{BLOCK}.k_proj.k_scale": lambda _: torch.ones(1)}},
+        f"1 unexpected: {BLOCK}.k_proj.k_scale",
     ),
     "torchao, a part is missing": ({"layout": ao_fp8, "change": {AO_CODES: lambda _: None}}, f"1 missing: {AO_CODES}"),
 }

@@ -48,6 +48,10 @@ def test_a_row_that_cannot_be_answered_comes_back_with_its_error():
     assert told["answer"] == [texts[0], "", "", texts[0], texts[1], "", ""]
     words = ["^$", "prompt 0 is empty", "token id 9999", "^$", "^$", "positions", "not int"]
     assert all(re.search(word, error) for word, error in zip(words, told["error"], strict=True)), told["error"]
+    told = worker({"prompt": column[[0, 4, 4, 4]], "seed": np.array([3.0, None, float("nan"), -1], dtype=object)})
+    assert told["answer"] == [texts[0], "", "", ""]
+    words = ["^$", "seed = None; an int is", "seed = nan; an int is", "seed = -1"]
+    assert all(re.search(word, error) for word, error in zip(words, told["error"], strict=True)), told["error"]
     with pytest.raises(ValueError, match="did you mean 'max_new_tokens'"):  # whatever the row
         Answerer("embedded", options={"max_new_token": 8})
 

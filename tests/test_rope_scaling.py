@@ -207,7 +207,12 @@ def test_a_share_of_a_head_is_rotated_and_the_rest_passes():
     found = Rotary.of(positions, 16, Rotation(part=0.5)).rotate(heads)
     assert torch.equal(found[..., 8:], heads[..., 8:])
     assert torch.equal(found[..., :8], Rotary.of(positions, 8, Rotation()).rotate(heads[..., :8].contiguous()))
-    assert rotation_of({"partial_rotary_factor": 0.5}, head_dim=16, positions=64).part == 0.5
+    inside: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    for config in ({"partial_rotary_factor": 0.5}, inside, inside | {"partial_rotary_factor": 0.5}):
+        for scaling in (None, "linear:2"):
+            assert rotation_of(stretched(config, rope_scaling=scaling), head_dim=16, positions=64).part == 0.5
+    with pytest.raises(ValueError, match=r"partial_rotary_factor = 0.25, but 0.5 in rope_parameters"):
+        rotation_of(inside | {"partial_rotary_factor": 0.25}, head_dim=16, positions=64)
     for share in (0.2, 1.5, 0.01):
         with pytest.raises(ValueError, match=f"partial_rotary_factor = {share} of a head of 16 elements"):
             rotation_of({"partial_rotary_factor": share}, head_dim=16, positions=64)

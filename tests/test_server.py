@@ -166,6 +166,17 @@ def test_drafts_come_if_they_are_asked_for(client: openai.OpenAI):
     assert device["bytes"] == sum(device["accounts"].values()) > device["accounts"]["weights"] > 0
 
 
+def test_a_length_is_rounded_up_once():
+    with tiered.from_pretrained("embedded-blocks") as runtime, serving(runtime) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none")
+        stream = client.chat.completions.create(
+            model="embedded", messages=chat(PROMPTS[0]), max_tokens=33, stream=True,
+            extra_body={"stream_options": {"include_drafts": True}},
+        )  # fmt: skip
+        drafts = [chunk.draft for chunk in stream if not chunk.choices]  # type: ignore[attr-defined]
+    assert drafts and all((draft["columns"], len(draft["tokens"])) == (33, 8) for draft in drafts)
+
+
 def test_curl(served: Served):
     body = json.dumps({"messages": chat(PROMPTS[0]), "max_tokens": TOKENS})
     call = ["curl", "--silent", "--fail-with-body", "--max-time", "60", "-H", "Content-Type: application/json"]
@@ -295,7 +306,7 @@ def test_a_key_that_no_client_can_send_is_refused_at_the_start(
         ("embedded", ["--commit", "foo"], "unknown commit rule 'foo'"),
         ("embedded", ["--max-new-tokens", "33"], "33 is not a multiple of block_length = 32"),
         ("embedded", ["--stop-tokens", "9999"], "stop_tokens [9999]"),
-        ("embedded-blocks", ["--block-length", "4"], "made for blocks of 8"),
+        ("embedded-blocks", ["--block-length", "4"], "made for blocks of 8 (config.json): 8 is allowed"),
     ],
 )
 def test_defaults_that_no_request_could_have_are_refused_at_the_start(

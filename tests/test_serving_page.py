@@ -106,6 +106,15 @@ def test_the_page_shows_the_answer_to_a_prompt(served: Served, devtools: str):
     assert not [each for each in wrong if "favicon" not in each]
 
 
+def test_blocks_of_the_models_own_length(devtools: str):
+    with tiered.from_pretrained("embedded-blocks") as runtime, serving(runtime) as served:
+        page, _, _ = asyncio.run(shown(devtools, f"{served.url}/?prompt=sort:%20Nora%20Ben%20Ivan%20Cleo"))
+        # Its last block has more columns than the answer.
+        long, _, _ = asyncio.run(shown(devtools, f"{served.url}/?prompt=reverse:{'%20Nora%20Ben%20Ivan' * 30}"))
+    assert (page["state"], page["answer"], page["error"]) == ("done", "Ben Cleo Ivan Nora", "")
+    assert (long["state"], long["error"], long["status"].split(",")[0]) == ("done", "", "64 tokens")
+
+
 def test_an_error_is_shown(served: Served, devtools: str):
     page, _, _ = asyncio.run(shown(devtools, f"{served.url}/?prompt={'0' * 5000}"))
     assert page["state"] == "failed" and "positions" in page["error"]

@@ -1,5 +1,6 @@
 """The seconds of a plan: the forwards of its dry run are those of a call, and time follows from their work."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,18 @@ class TestDevices:
         assert found.measured and found.flops_per_second > 1e8 and "torch" in json.loads(path.read_text())
         made = tiered.plan("embedded", context=256, policy="fast_dllm_dual", device=str(path))
         assert made.rates == found and "measured rates" in str(made) and "ESTIMATE" not in str(made)
+
+    def test_figures_are_printed_even_if_they_cannot_be_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ):
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("tiered.planning.machine_rates.machine_rates", lambda *_: DEVICES["rtx4090"])
+        monkeypatch.setattr("tiered.core.whole_file.write_then_rename", full)
+        assert main(["rates", "--device", "cpu", "--out", str(tmp_path / "rates.json")]) == 2
+        told = capsys.readouterr()
+        assert "GFLOP/s" in told.out and "No space left on device" in told.err
 
     @pytest.mark.parametrize(
         "text",

@@ -1,5 +1,6 @@
 """`tiered generate --watch` as it is run: on a terminal, without one, interrupted, and with a view that fails."""
 
+import errno
 import json
 import os
 import pty
@@ -231,14 +232,22 @@ def test_an_error_of_the_call_opens_no_view(terminal: Terminal):
     assert HIDE not in told and "the device tier needs" in told
 
 
-def test_a_picture_of_the_best_frame(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_picture_of_the_best_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     file = tmp_path / "watch.svg"
     assert main([*CALL, *UPDATES, "--watch", "--watch-svg", str(file)]) == 0
     assert "polestar" in file.read_text(encoding="utf-8")
-    (tmp_path / ".watch.svg.part").mkdir()  # under whose name it is written first
-    assert main([*CALL, "--watch", "--watch-svg", str(file)]) == 0
+    assert main([*CALL, "--watch", "--watch-svg", str(file)]) == 2
     out, err = capsys.readouterr()
-    assert out == 2 * ANSWER and "tiered: --watch-svg: " in err
+    assert out == ANSWER and f"--watch-svg {file} exists" in err
+    monkeypatch.setattr(Painter, "write_svg", fail)
+    assert main([*CALL, "--watch", "--watch-svg", str(tmp_path / "other.svg")]) == 0
+    out, err = capsys.readouterr()
+    assert out == ANSWER and "tiered: --watch-svg: [Errno 28] No space left on device" in err
 
 
 def run_in_terminal(command: list[str], until: Callable[[str], bool], then: bytes) -> tuple[int, Terminal]:

@@ -37,6 +37,13 @@ def _check_gpus(num_gpus: float, loading: dict[str, Any]) -> None:
         raise ValueError(f"num_gpus = {num_gpus} hides this machine's GPUs from the workers: pass 1, or device='cpu'")
 
 
+def _seed(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"seed = {value}; an int is allowed") from None
+
+
 class Answerer:  # of `answered`
     def __init__(self, model: str, *, options: dict[str, Any] | None = None, **loading: Any) -> None:
         self._runtime, self._options = from_pretrained(model, **loading), options or {}
@@ -46,8 +53,8 @@ class Answerer:  # of `answered`
         scheduler, requests = Scheduler(self._runtime, max_waiting=1 << 31), {}
         answers, errors = [""] * len(batch["prompt"]), [""] * len(batch["prompt"])
         for row, prompt in enumerate(p.tolist() if hasattr(p, "tolist") else p for p in batch["prompt"]):
-            own: dict[str, Any] = {"seed": int(batch["seed"][row])} if "seed" in batch else {}
             try:
+                own: dict[str, Any] = {"seed": _seed(batch["seed"][row])} if "seed" in batch else {}
                 requests[row] = scheduler.submit(self._runtime.prepare(prompt, **self._options | own))
             except (TypeError, ValueError, TierCapacityError) as error:
                 errors[row] = str(error)

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Store:
         self.unfinished[job.name] = flat
         saved = {"study": self._study, "stamps": {stamp: self.stamps[stamp]}, "rows": flat}
         text = json.dumps(saved, indent=1) + "\n"
-        write_whole(self._file(job.name), lambda part: part.write_text(text, encoding="utf-8"))
+        write_then_rename(self._file(job.name), lambda part: part.write_text(text, encoding="utf-8"))
         return flat
 
     def merge(self, command: str) -> Sequence[Row]:
@@ -72,7 +72,7 @@ class Store:
         if TABLE in self.skipped and table.exists():
             number = next(n for n in range(1, 1000) if not (self.folder / f"rows.{n}.parquet").exists())
             table.replace(self.folder / f"rows.{number}.parquet")
-        write_whole(table, lambda part: write_table(part, rows, about))
+        write_then_rename(table, lambda part: write_table(part, rows, about))
         for name in self.unfinished:
             self._file(name).unlink(missing_ok=True)
         self.finished |= self.unfinished
@@ -144,12 +144,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """As `write_then_rename`, but an error names the file and leaves no part of it on a full disk."""
-    try:
-        write_then_rename(path, write)
-    except OSError as error:
-        path.with_name(f".{path.name}.part").unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

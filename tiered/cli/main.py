@@ -15,6 +15,7 @@ import tiered
 from tiered.cli.call import CommandParser
 from tiered.core.errors import TierCapacityError
 from tiered.core.extras import MissingPackageError
+from tiered.offload.errors import OffloadError
 
 # Modules beside this one, each with `add_parser(subparsers)`, which sets `run(args) -> int`. They import torch only
 # when their command runs.
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, TypeError, TierCapacityError, OSError, MissingPackageError) as error:
+    except (ValueError, TypeError, TierCapacityError, OffloadError, OSError, MissingPackageError) as error:
         print(f"tiered: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
     dtype = named_dtype(args.dtype, "float32" if device.type == "cpu" else "bfloat16")
     rates = machine_rates(device, getattr(torch, dtype))
     record = {"rates": rates.as_dict(), "torch": torch.__version__}
-    if args.out is not None:
-        write_then_rename(args.out, lambda part: part.write_text(json.dumps(record, indent=1) + "\n"))
     text = (
         f"{rates.source}: {rates.flops_per_second / 1e9:,.1f} GFLOP/s, {rates.bytes_per_second / 1e9:,.1f} GB/s, "
         f"{rates.link_bytes_per_second / 1e9:,.1f} GB/s from the host, a layer {1e6 * rates.layer_seconds:,.0f} us"
     )
     print_result(args, text, record)
+    if args.out is not None:  # after the figures, which are not lost if the disk is full
+        write_then_rename(args.out, lambda part: part.write_text(json.dumps(record, indent=1) + "\n"))
     return 0

@@ -74,12 +74,7 @@ def resolve_aliases(
     if "remasking_strategy" in options:
         options = _of_sdar(options)
     resolved: dict[str, Any] = {}
-
-    def enter(name: str, value: Any, given_as: str) -> None:
-        if name in resolved and resolved[name] != value:
-            raise ValueError(f"{given_as} = {value!r} contradicts {name} = {resolved[name]!r}; give one of them")
-        resolved[name] = value
-
+    first: dict[str, str] = {}  # the caller's name and value of each
     for given_as, value in options.items():
         if given_as in MASK_NAMES:
             if value is not None and value != mask_token_id:
@@ -94,7 +89,11 @@ def resolve_aliases(
             raise unknown_name("option", given_as, (*names, *aliases, *MASK_NAMES))
         spelled_out = COMMIT_ALIASES.get(value) if name == "commit" and isinstance(value, str) else None
         for own_name, own_value in (spelled_out or {name: value}).items():
-            enter(own_name, own_value, given_as)
+            said = f"{given_as} = {value!r}"
+            if own_name in first and resolved[own_name] != own_value:
+                raise ValueError(f"{said} contradicts {first[own_name]}; give one of them")
+            resolved[own_name] = own_value
+            first.setdefault(own_name, said)
     return resolved
 
 

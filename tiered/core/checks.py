@@ -89,7 +89,7 @@ def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
     """The error for an unknown `name` of a `kind`, with the nearest of `allowed`, in any case, and a list of all."""
     names = sorted(allowed)
     if not names:
-        return ValueError(f"unknown {kind} {name!r}; there is none")
+        return ValueError(f"{name!r} is no {kind}; there is none")
     near = nearest(name, names)
     guess = f"; did you mean {str(near)!r}?" if near else ";"
     return ValueError(f"unknown {kind} {name!r}{guess} allowed: {', '.join(names)}")

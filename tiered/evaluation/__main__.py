@@ -8,6 +8,7 @@ import sys
 
 from tiered.core.errors import TierCapacityError
 from tiered.evaluation import register
+from tiered.offload.errors import OffloadError
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
         if runs and not flags & {"--model", "-M", "--config", "-C"}:
             sys.argv += ["--model", "tiered"]
         cli_evaluate()
-    except (ValueError, TypeError, TierCapacityError, OSError, NotImplementedError, ImportError) as error:
+    except (ValueError, TypeError, TierCapacityError, OffloadError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("the error as it was raised", exc_info=True)
         print(f"tiered.evaluation: error: {error}", file=sys.stderr)
         return 2

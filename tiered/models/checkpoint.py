@@ -20,7 +20,7 @@ from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.encode_rows_ref import pack, paired
 from tiered.kernels.row_code import WeightCode, chunks
 from tiered.models.locate import read_object
-from tiered.models.quantised import CodedParts, Part, coded_parts
+from tiered.models.quantised import CodedParts, Part, coded_parts, unread_ends
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # safetensors' names of the dtypes that weights may have.
@@ -71,7 +71,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path, shape: ModelShape, config: Mapping[str, object]) -> None:
-        """Read the headers of the files in `directory`, and check them against `shape` and `config`.
+        """Read the headers of the files in `directory`, and check them against `shape` and `config`. A head that
+        config.json ties to the embedding may be there once more, in the embedding's shape and dtype.
 
         Raises:
             FileNotFoundError: no weights, or a shard that the index names is missing.
@@ -79,10 +80,13 @@ class Checkpoint:
                 any of ours. Weights are missing, unexpected or duplicate, or have another shape or a dtype that is not
                 floating point; names each of them.
         """
-        self._shapes, self._unread = shape.weight_shapes, shape.unread
+        self._shapes, self._unread, self._unread_ends = shape.weight_shapes, shape.unread, unread_ends(config)
         stored, metadata = _read_headers(_shards_in(directory))
         self._stored = _unstacked(stored, self._shapes)
         self._tables = (shape.vocab_size, shape.width)
+        first, again = (self._stored.get(name) for name in shape.tied or ("", ""))
+        alike = first and again and (first.shape, first.dtype) == (again.shape, again.dtype)
+        self._tied = shape.tied if alike else None
         dtypes = {name: stored.dtype for name, stored in self._stored.items()}
         self._coded = coded_parts(config, dtypes, metadata, self._shapes)
         self._check()
@@ -115,7 +119,7 @@ class Checkpoint:
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold its values.
             ValueError: the weight is not a matrix but has a `code`, codes in the file fit none of ours, or an embedding
-                or a head holds only zeros.
+                or a head holds only zeros. Or a tied head is there too, and differs.
         """
         if name in self._coded:
             return self._read_coded(name, self._coded[name], dtype, device, into)
@@ -136,6 +140,8 @@ class Checkpoint:
                 f"the weight {name} holds only zeros, so all tokens would be equal: {stored.file} is damaged, or was "
                 "never filled"
             )
+        if self._tied and name == self._tied[0] and not torch.equal(values, self._stored[self._tied[1]].read()):
+            raise ValueError(f"the weight {self._tied[1]} differs from {name}, but config.json ties them: one is wrong")
         if code is None:
             return weight
         return CodedRows.of(weight, code, None if into is None else into.view(len(weight), -1))
@@ -169,9 +175,10 @@ class Checkpoint:
         wanted = [Part(name, (shape,), tuple(WEIGHT_DTYPES)) for name, shape in self._raw.items()]
         wanted += [part for parts in self._coded.values() for part in parts.read]
         known = {part.name for part in wanted} | {name for parts in self._coded.values() for name in parts.spare}
-        problems: dict[str, list[str]] = {
-            "unexpected": [name for name in self._stored if name not in known and not name.startswith(self._unread)]
-        }
+        known |= {*(self._tied or ())}
+        other = [name for name in self._stored if not name.startswith(self._unread)]
+        other = [name for name in other if name not in known and not name.endswith(self._unread_ends)]
+        problems: dict[str, list[str]] = {"unexpected": other}
         for part in wanted:
             stored = self._stored.get(part.name)
             if stored is None:

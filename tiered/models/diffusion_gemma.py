@@ -36,7 +36,7 @@ _LAYOUT = Layout(
     family="DiffusionGemma",
     allowed={
         "hidden_activation": ("gelu_pytorch_tanh",),
-        "use_bidirectional_attention": (),
+        "use_bidirectional_attention": ("vision",),  # of rows of images, which are not read
     },
     names={
         **NAMES,
@@ -174,10 +174,17 @@ def _rotations(text: Mapping[str, Any]) -> dict[str, Rotation]:
 def _global_heads(text: Mapping[str, Any], kinds: list[str]) -> tuple[int, int]:
     """Key heads, and elements of a head, of the layers without a window."""
     own = {"num_key_value_heads": text.get("num_global_key_value_heads"), "head_dim": text.get("global_head_dim", 512)}
-    by_layer = text.get("per_layer_config")
+    by_layer: Any = text.get("per_layer_config")
     if by_layer is None:
-        by_layer = {str(layer): own for layer, kind in enumerate(kinds) if kind == FULL}
-    given = [by_layer.get(str(layer), {}) for layer in range(len(kinds))]
+        by_layer = {layer: own for layer, kind in enumerate(kinds) if kind == FULL}
+    # transformers pads the numbers of layers with zeros: "05" and "11".
+    numbers = {int(key): key for key in by_layer if str(key).isdecimal() and int(key) < len(kinds)}
+    if len(numbers) < len(by_layer):
+        raise ValueError(
+            f"config.json: per_layer_config has the keys {[*by_layer]}; numbers from 0 to {len(kinds) - 1}, each once, "
+            "are allowed"
+        )
+    given = [by_layer.get(numbers.get(layer), {}) for layer in range(len(kinds))]
     of_kind = given[kinds.index(FULL)]
     if any(each != (of_kind if kind == FULL else {}) for each, kind in zip(given, kinds, strict=True)):
         raise ValueError(f"config.json: per_layer_config = {by_layer!r}; one for all layers of {FULL!r} is allowed")

@@ -23,7 +23,7 @@ from tiered.models.config_fields import (
     windows_of,
 )
 from tiered.models.quantised import require_readable
-from tiered.models.rotation import Rotation, rotation_of
+from tiered.models.rotation import Rotation, part_outside, rotation_of
 from tiered.models.shape import MOST_LAYERS, ROUTER, ROUTER_BIAS, Experts, ModelShape
 
 # The keys of transformers' Llama and Qwen2, and of most families.
@@ -162,7 +162,7 @@ class Layout:
         """
         # The key of other families for a tied head.
         other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]
-        left = {key: value for key, value in config.items() if key not in self.reads}
+        left = {key: value for key, value in part_outside(config).items() if key not in self.reads}
         require(left, {other_key: (False,), **self.allowed}, self.family)
         require_readable(config)
         biases, size = frozenset(biases), self._sizes(config, defaults or {})
@@ -195,6 +195,7 @@ class Layout:
             experts=experts,
             weight_shapes=shapes,
             own_shapes=own,
+            tied=(self._official("wte.weight"), self._official("ff_out.weight")) if head_tied else None,
             **facts,
         )
         return {

@@ -11,6 +11,7 @@ from tiered.models.base import Projection
 from tiered.models.config_fields import count, number_in, positive, switch
 from tiered.models.layout import HEAD_NORMS, IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
+from tiered.models.rotation import part_outside
 from tiered.models.router import Router, experts_of
 from tiered.models.shape import ROUTER, ROUTER_BIAS
 
@@ -53,6 +54,7 @@ _NEEDED += ("partial_rotary_factor",)
 
 
 def read_llada2_config(config: Mapping[str, object]) -> MixtureConfig:
+    config = part_outside(config)
     # Required, because the defaults of other families are wrong for these keys.
     if lacking := [key for key in _NEEDED if config.get(key) is None]:
         raise ValueError(f"config.json lacks {lacking[0]!r}, which this model family needs")

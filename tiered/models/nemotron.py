@@ -5,7 +5,8 @@ that is not final yet also attends to all of itself. Queries grow with their pos
 sequence's first token on.
 
 Based on public material: config.json as quoted by others, and descriptions of its decoding. Not compared with the
-released code, of which no copy was at hand.
+released code. A public copy of it takes a block's first token from the causal forward in front of it; that is not done
+here (docs/models.md).
 """
 
 from collections.abc import Mapping

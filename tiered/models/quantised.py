@@ -45,6 +45,7 @@ _OF_ACTIVATIONS = {
     _TORCHAO: ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"),
     _MODELOPT: ("input_scale",),
 }
+_OF_CACHE = (".k_proj.k_scale", ".v_proj.v_scale")  # how ModelOpt's names of the cache's scales end; not read either
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,11 @@ def require_readable(config: Mapping[str, object]) -> str | None:
     if problems:
         raise ValueError(f"config.json: quantization_config of {method} asks for {'; '.join(problems)}")
     return method
+
+
+def unread_ends(config: Mapping[str, object]) -> tuple[str, ...]:
+    """How names end that belong to no weight, coded or not, and are not read. Raises as `require_readable`."""
+    return _OF_CACHE if require_readable(config) == _MODELOPT else ()
 
 
 def coded_parts(

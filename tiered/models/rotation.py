@@ -20,6 +20,7 @@ KINDS: Mapping[str, frozenset[str]] = {
 }
 THETA = 10000.0  # if config.json has none
 _KEYS = ("rope_scaling", "rope_parameters")
+_PART = "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +58,16 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) -> Rotation:
-    """The rotation in config.json: `rope_theta`, or `THETA` if it is absent, and `rope_scaling`, which newer files call
-    `rope_parameters` and which holds the base there.
+    """The rotation in config.json: `rope_theta`, or `THETA` if it is absent, `partial_rotary_factor`, and
+    `rope_scaling`, which newer files call `rope_parameters` and which holds the other two there.
 
     Args:
         positions: positions that the model was made for, and trained on unless the scaling has another number.
 
     Raises:
-        ValueError: an unknown scaling, one with an unknown key, or a number out of range.
+        ValueError: an unknown scaling, one with an unknown key, or a number out of range; as `part_outside`.
     """
+    config = part_outside(config)
     name, kind, found = _scaling(config)
     number = partial(number_in, where="")
     theta = number(found, "rope_theta", THETA)
@@ -87,11 +89,10 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
             raise ValueError(f"{name}: mscale and mscale_all_dim go together, without attention_factor")
         above, below = (0.1 * each * math.log(factor) + 1 for each in (scales["mscale"], scales["mscale_all_dim"]))
         of_yarn["attention_factor"] = above / below
-    part = number(config, "partial_rotary_factor", 1.0)
+    part = number(config, _PART, 1.0)
     if part > 1 or int(head_dim * part) % 2 or not int(head_dim * part):
         raise ValueError(
-            f"partial_rotary_factor = {part} of a head of {head_dim} elements; a share that is an even number of them "
-            "is allowed"
+            f"{_PART} = {part} of a head of {head_dim} elements; a share that is an even number of them is allowed"
         )
     if kind == "ntk" and head_dim < 4:
         raise ValueError(
@@ -102,6 +103,20 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
     if rotation.beta_fast <= rotation.beta_slow:
         raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
     return rotation
+
+
+def part_outside(config: Mapping[str, object]) -> dict[str, Any]:
+    """`config` with `partial_rotary_factor` on its own, wherever the file has it. Raises `ValueError` for two factors
+    that differ."""
+    found = dict(config)
+    for key in _KEYS:
+        given = config.get(key)
+        if not isinstance(given, Mapping) or (part := given.get(_PART)) is None:
+            continue
+        if found.get(_PART) not in (None, part):
+            raise ValueError(f"{_PART} = {found[_PART]!r}, but {part!r} in {key}; one value is allowed")
+        found |= {_PART: part, key: {of: value for of, value in given.items() if of != _PART}}
+    return found
 
 
 def _scaling(config: Mapping[str, object]) -> tuple[str, str, dict[str, Any]]:
@@ -137,13 +152,14 @@ def stretched(
         rope_scaling: as in config.json, or "KIND:FACTOR", or "default"; None for the config's.
 
     Raises:
-        TypeError, ValueError: another scaling.
+        TypeError, ValueError: another scaling; as `part_outside`.
     """
+    config = part_outside(config)  # which another scaling leaves as it is
     if rope_theta is None and rope_scaling is None:
-        return dict(config)
+        return config
     given = [config.get(key) or {} for key in _KEYS]
     if not all(isinstance(each, Mapping) for each in given):
-        return dict(config)  # `rotation_of` refuses it
+        return config  # `rotation_of` refuses it
     before: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **given[0], **given[1]}
     theta = before.pop("rope_theta", None)
     if rope_scaling is not None:

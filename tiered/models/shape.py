@@ -92,6 +92,7 @@ class ModelShape:
             with mixtures: the experts', one behind the other; its other matrices stay on the device.
         weight_shapes: shape of every tensor of the checkpoint, by its official name.
         unread: how names of the checkpoint's other tensors begin, such as those of an image encoder.
+        tied: official names of the embedding, and of a head that is the embedding; None if the head has weights.
         own_shapes: shape of every weight, by our own name.
     """
 
@@ -124,6 +125,7 @@ class ModelShape:
     weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
     own_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
     unread: tuple[str, ...] = ()
+    tied: tuple[str, str] | None = None
 
     @property
     def experts_apart(self) -> int:

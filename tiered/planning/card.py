@@ -8,7 +8,6 @@ from typing import Any
 
 from tiered.core.buffers import Buffer
 from tiered.core.byte_size import format_bytes, format_count
-from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.rates import Rates
 from tiered.forward.forward_bytes import kv_bytes_per_token
@@ -128,13 +127,6 @@ class Plan:
     @property
     def kv_bytes_per_token(self) -> int:
         return kv_bytes_per_token(self.shape, self.sizes.dtype, self.sizes.kv)
-
-    def require_fit(self) -> None:
-        """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""
-        for name, tier in self.tiers.items():
-            if tier.cap is not None and tier.total > tier.cap:
-                hint = "; or ".join(advice.text for advice in self.advice)
-                raise TierCapacityError(tier.total, tier.cap, name, hint, tier.total)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON. Sizes are bytes, contexts positions."""

@@ -31,8 +31,8 @@ def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> in
     # A canvas of random tokens may have another length than in training.
     if shape.noise == "mask" and shape.block_length is not None and block_length not in (None, shape.block_length):
         raise ValueError(
-            f"block_length = {block_length}; {name!r} was made for blocks of {shape.block_length} (config.json), which "
-            "is allowed"
+            f"block_length = {block_length}; {name!r} was made for blocks of {shape.block_length} (config.json): "
+            f"{shape.block_length} is allowed"
         )
     return block_length or shape.block_length or 0
 

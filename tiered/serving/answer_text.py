@@ -76,7 +76,7 @@ class AnswerText:
         found = min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
             whole, self.ended = whole[:found], "stop"
-            while len(self._ids) > 1 and len(self._decoded(len(self._ids) - 1)) >= found:
+            while self._ids and len(self._decoded(len(self._ids) - 1)) >= found:
                 self._ids.pop()  # a token of the stop string, or behind it
         elif not rest:
             whole = whole.rstrip(_HALF)

@@ -149,8 +149,15 @@ class _Endpoints:
         self._check_key(request)
         service, scheduler = self._service, self._scheduler
         body = read_json(await _body_of(request, service.limits.body))
-        mask = scheduler.runtime.model.mask_token_id
-        parsed = read_body(body, chat=chat, defaults=service.defaults, limits=service.limits, mask_token_id=mask)
+        model = scheduler.runtime.model
+        parsed = read_body(
+            body,
+            chat=chat,
+            defaults=service.defaults,
+            limits=service.limits,
+            mask_token_id=model.mask_token_id,
+            block_causal=model.shape.block_causal,
+        )
         self._check_model(parsed.model)
         if self._places.locked():
             raise BusyError("too many prompts at a time; try again later")

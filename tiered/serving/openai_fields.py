@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiered.core.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
+from tiered.core.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.core.checks import check_integer, check_switch, nearest
 from tiered.core.errors import ContextLengthError
 from tiered.decoding.rules.registry import COMMIT_OPTIONS
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.inputs import Inputs
-from tiered.options import OPTION_NAMES
+from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.serving.prompts import RefusedBody, check_field, read_messages, read_prompts, read_stops
 
 # Unsupported fields, with their values that change nothing; so does None in every field.
@@ -37,11 +36,12 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "web_search_options": (),
 }
+REFUSED |= {alias: REFUSED[name] for alias, name in ALIASES.items() if name in REFUSED}
 # Fields for the client's own records, which change no answer.
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 _TEMPLATE = "chat_template_kwargs"
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
-_OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"))
+_OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, *MASK_NAMES, *ALWAYS_NAMES))
 _STEPS = frozenset(("steps", "block_steps"))
 _OF_RULE = frozenset((*COMMIT_OPTIONS, "confidence", "remasking"))
 
@@ -53,7 +53,7 @@ class Limits:
     Attributes:
         body: most bytes of the body.
         prompt_tokens: most tokens of a prompt; None for the model's own limit.
-        answer_tokens: most tokens of an answer.
+        answer_tokens: most tokens of an answer, of a block and of `trailing_noise`.
         choices: most answers, prompts times `n`.
     """
 
@@ -118,10 +118,16 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 
 def read_body(
-    body: Mapping[str, Any], *, chat: bool, defaults: Mapping[str, Any], limits: Limits, mask_token_id: int
+    body: Mapping[str, Any],
+    *,
+    chat: bool,
+    defaults: Mapping[str, Any],
+    limits: Limits,
+    mask_token_id: int,
+    block_causal: bool,
 ) -> ParsedRequest:
     """Read a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `defaults`: options of `generate` that it
-    may override.
+    may override. `mask_token_id`, `block_causal`: of the model.
 
     Raises:
         RefusedBody: an unknown field, with the nearest name; an unsupported field, unless its value changes nothing; or
@@ -157,7 +163,7 @@ def read_body(
         raise RefusedBody(f"{_TEMPLATE} = {template!r:.80}; an object is allowed", _TEMPLATE)
     stream = given.get("stream", False)
     check_field("stream", check_switch, stream)
-    options, most = _options(given, defaults, limits, mask_token_id)
+    options, most = _options(given, defaults, limits, mask_token_id, block_causal)
     seed = options.pop("seed", None)
     if seed is not None:
         check_field("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
@@ -179,10 +185,10 @@ def read_body(
 
 
 def _options(
-    given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limits, mask_token_id: int
+    given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limits, mask_token_id: int, block_causal: bool
 ) -> tuple[dict[str, Any], int | None]:
-    """Options of `generate` under the library's names, and the length of an answer if an OpenAI field gives it. The
-    canvas rounds that length up to whole blocks."""
+    """Options of `generate` under the library's names, and the length of an answer if an OpenAI field or the limit
+    gives it. The canvas rounds that length up to whole blocks."""
     asked = {name: value for name, value in given.items() if name in _OPTIONS}
     try:
         own = resolve_aliases(asked, OPTION_NAMES, mask_token_id=mask_token_id)
@@ -195,16 +201,23 @@ def _options(
         check_field(name, check_integer, length, least=1)
         if length > limits.answer_tokens:
             raise RefusedBody(f"{name} = {length}; at most {limits.answer_tokens} are allowed", name)
+    fields = _fields(given)
+    for name, least in (("block_length", 1), ("trailing_noise", 0)):
+        if name in own:
+            check_field(fields[name], check_integer, own[name], least=least, most=limits.answer_tokens)
     if len({*lengths.values()}) > 1:
         raise RefusedBody(f"{lengths} are different lengths of an answer; give one", next(iter(lengths)))
     options = {name: value for name, value in defaults.items() if not _replaced(name, own)} | own
-    if not lengths or "max_new_tokens" in own:
+    default = options.get("max_new_tokens", GenerationOptions().max_new_tokens)
+    if "max_new_tokens" in own or (not lengths and default <= limits.answer_tokens):
         return options, None
-    most = next(iter(lengths.values()))
-    block = options.get("block_length")
-    if block is None:
-        block = min(most, DEFAULT_BLOCK_LENGTH)
-    check_field("block_length", check_integer, block, least=1)
+    most = next(iter(lengths.values()), limits.answer_tokens)
+    if block_causal:  # `generate` rounds up behind each prompt
+        return options | {"max_new_tokens": most}, most
+    try:
+        block = GenerationOptions(**options | {"max_new_tokens": most, "seed": None}).block
+    except (TypeError, ValueError) as error:
+        raise RefusedBody(str(error), _field_of(str(error), fields, None)) from None
     return options | {"max_new_tokens": -(-most // block) * block}, most
 
 
