@@ -52,8 +52,8 @@ def block_attention(
         may attend to no column and no sink is zero. And `LogSumExp` [batch, heads, rows].
 
     Raises:
-        ValueError: shapes do not match, or keys and values are in different codes. Or keys are made of other values.
-            In NVFP4: heads are no whole groups, or their halves are none and keys are made of values.
+        ValueError: shapes do not match, or keys and values are in different codes. Or keys are made of other values,
+            or of codes whose groups cross the middle of a head.
     """
     checked_code(queries, keys, values)
     batch, heads, rows, head_dim = queries.shape
@@ -118,9 +118,8 @@ def attention_apart(
 def checked_code(queries: Heads, keys: Keys, values: KeyValue | None) -> RowCode | None:
     """The code of keys and values; None if they are uncoded. Raises as `block_attention`."""
     check_attention(queries, keys)
-    whole = GROUP
     if isinstance(keys, KeysOfValues):
-        keys, whole = _checked_values(keys, values), 2 * GROUP  # no group crosses the middle of a head
+        keys = _checked_values(keys, values)
     values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
     if code != of_values or keys.shape != values.shape:
@@ -128,8 +127,6 @@ def checked_code(queries: Heads, keys: Keys, values: KeyValue | None) -> RowCode
             f"keys {tuple(keys.shape)} in {code or 'no code'} do not fit values {tuple(values.shape)} in "
             f"{of_values or 'no code'}: both must have one shape and be in one code, or in none"
         )
-    if code is RowCode.NVFP4 and queries.shape[3] % whole:
-        raise ValueError(f"heads of {queries.shape[3]} elements in {code}; a multiple of {whole} is allowed")
     return code
 
 
@@ -144,6 +141,11 @@ def _checked_values(keys: KeysOfValues, values: KeyValue | None) -> KeyValue:
         )
     if values is not None and not keys.are_of(values):
         raise ValueError("keys are made of other values than those that are mixed")
+    if isinstance(stored, CodedRows) and stored.code is RowCode.NVFP4 and head_dim % (2 * GROUP):
+        raise ValueError(
+            f"heads of {head_dim} elements in {stored.code}, whose keys are made of values; a multiple of "
+            f"{2 * GROUP} is allowed"
+        )
     return stored
 
 

@@ -149,9 +149,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         weights({Q_PROJ: None}), ValueError, [f"1 missing: {Q_PROJ}"],
     ),
     "unexpected weight": (weights({"stray": torch.zeros(1)}), ValueError, ["1 unexpected: stray"]),
-    "a head beside a tied embedding": (
-        config(weight_tying=True), ValueError, ["1 unexpected: model.transformer.ff_out.weight"],
-    ),
     "everything at once": (
         weights(
             {
