@@ -183,9 +183,8 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
             }  # fmt: skip
             rows = [{*columns_of(oracle.members[at][b], cluster)} for cluster in range(len(drift))]
             goes_on = [not moves and bool(of) and 2 * len(of & below) >= len(of) for of in rows]
-            best = sorted(
-                filter(rows.__getitem__, range(len(drift))), key=lambda one: (not goes_on[one], -drift[one], one)
-            )
+            left = [cluster for cluster, of in enumerate(rows) if of]
+            best = sorted(left, key=lambda one: (not goes_on[one], -drift[one], one))
             more = sum(goes_on) if CASES[case].get("from_below") == "beside" else 0
             assert clusters == best[: top_m + more]
             assert layer.rows[b] == sum(oracle.sizes[at][b][cluster] for cluster in clusters)

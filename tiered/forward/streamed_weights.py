@@ -173,11 +173,11 @@ class StreamedWeights:
         layers = tuple(dict.fromkeys(there.values()))
         slots = self.now.slots if layers else 0
         self.now = replace(self.now, layers=layers, slots=slots, below=len(there) - here)
-        if not layers:
-            self._close_homes()
         resident, booked = self.now.resident, self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
         self._ledger.allocate({Account.WEIGHTS: max(0, resident - booked)})
         self._ledger.release({Account.WEIGHTS: max(0, booked - resident)})
+        if not layers:  # last, because copies that failed may be told here
+            self._close_homes()
 
     def close(self) -> None:
         """Free the ring and all memory below the device. May be called again."""
