@@ -1,11 +1,13 @@
 """Conditions of every test: torch's memory is poisoned, the network shut, and Triton interpreted without a GPU."""
 
+import ctypes
 import gc
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 from hypothesis import settings
 from official_names import official
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 CUDA = torch.cuda.is_available()
 
@@ -53,16 +56,34 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """`torch.empty` and its kin hold NaN (integers: the largest value), in every thread: a row left unwritten shows.
+POISONS = {torch.bool: 1, torch.uint8: 0xFF}
 
-    Torch fills new memory so in deterministic mode. Only warnings, since an operation of which torch has no
-    deterministic form must run in a test as it does outside.
+
+def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`make`, which leaves memory as it is, with NaN in it; integers are large."""
+
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        new = make(*args, **kwargs)
+        if not new.is_meta and not torch._C._len_torch_function_stack():  # a mode fills memory as it likes
+            byte = POISONS.get(new.dtype, 0xFF if new.is_floating_point() else 0x7F)
+            ctypes.memset(new.data_ptr(), byte, new.untyped_storage().nbytes())  # unseen by whoever counts operations
+        return new
+
+    return made
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> Iterator[None]:
+    """Memory that Python code asks torch for is `poisoned`, in every thread: a row left unwritten shows.
+
+    Torch's deterministic mode would fill what its own operations ask for, too, in a sixth of the time of all tests.
     """
-    torch.set_deterministic_debug_mode("warn")  # not `use_deterministic_algorithms`, which imports the compiler
-    yield
-    torch.set_deterministic_debug_mode("default")
+    _device_constructors()  # from now on knows those of below by heart, for `with torch.device(...)`
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
+            patch.setattr(owner, name, poisoned(getattr(owner, name)))
+        yield
 
 
 # Imports of ours and of Hugging Face stay inside the fixtures: the variables above come first.

@@ -132,7 +132,7 @@ def check_arrivals(runtime: Runtime, *, requests: int, max_prefill_rows: int, sh
 
 @pytest.mark.parametrize(("family", "policy", "options", "shares"), POLICIES)
 def test_a_request_is_answered_as_it_would_be_alone(family: str, policy: str, options: dict[str, Any], shares: bool):
-    check_arrivals(runtime_of(family, policy, options), requests=8, max_prefill_rows=512, shares=shares)
+    check_arrivals(runtime_of(family, policy, options), requests=6, max_prefill_rows=512, shares=shares)
 
 
 @pytest.mark.long

@@ -210,7 +210,7 @@ def test_streamed_weights_answer_as_resident_ones(checkpoints: Callable[[str], P
     # A single expert is less than what a call may leave of its budget.
     counts = range(whole.fewest if whole.experts is None else whole.most // 2, whole.most + 1)
     count = counts[0] if family in BLOCKS else counts[number % len(counts)]
-    steps: dict[str, Any] = {} if family == "gidd" else {"steps": 6}
+    steps: dict[str, Any] = {} if family == "gidd" else {"steps": 4}
     expected = answer(resident, **steps)
     assert expected.weights is None and not streamed_layers(resident).layers
     budget = budget_for(resident, count)

@@ -71,13 +71,16 @@ def phase_bytes(buffers: Iterable[Buffer], account: Account) -> int:
 def account_bytes(buffers: Iterable[Buffer]) -> dict[Account, int]:
     """Bytes of `buffers` by account. Phases before the logits reuse the logits' memory, so `ACTIVATIONS` has only the
     excess over it."""
-    buffers, accounts = list(buffers), Counter[Account]()
+    lasting, in_phases = Counter[Account](), list[Buffer]()
     for buffer in buffers:
-        accounts[buffer.account] += 0 if buffer.phase else buffer.nbytes
-    logits = phase_bytes(buffers, Account.LOGITS)
-    accounts[Account.LOGITS] += logits
-    accounts[Account.ACTIVATIONS] += max(0, phase_bytes(buffers, Account.ACTIVATIONS) - logits)
-    return {account: accounts[account] for account in Account if accounts[account]}
+        if buffer.phase:
+            in_phases.append(buffer)
+        else:
+            lasting[buffer.account] += buffer.nbytes
+    logits = phase_bytes(in_phases, Account.LOGITS)
+    lasting[Account.LOGITS] += logits
+    lasting[Account.ACTIVATIONS] += max(0, phase_bytes(in_phases, Account.ACTIVATIONS) - logits)
+    return {account: lasting[account] for account in Account if lasting[account]}
 
 
 def listed(buffers: Iterable[Buffer]) -> str:

@@ -9,7 +9,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.buffers import Buffer, account_bytes
 from tiered.core.byte_size import enough
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import Account, Tier
+from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import added
 from tiered.forward.attention_bytes import AttentionChunk
 from tiered.forward.forward_bytes import compared_at_a_time
@@ -56,7 +56,7 @@ class CallBytes:
         of features if that is enough, else of `weights` if they may be streamed, else of both. If no call fits, it is
         the one that lacks the fewest bytes.
         """
-        return _Search(policy, sizes, budget, held or {}, weights).best()
+        return _Search.of(policy, sizes, budget, held or {}, weights).best()
 
     @classmethod
     def fitting(
@@ -76,7 +76,7 @@ class CallBytes:
             TierCapacityError: a tier has no room for the call. If more of another tier would help, the hint says how
                 much.
         """
-        search = _Search(policy, sizes, budget, held, weights)
+        search = _Search.of(policy, sizes, budget, held, weights)
         call = search.best()
         for tier, amounts in call.tiers(budget).items():
             cap, used, needed = budget.cap(tier), held.get(tier, 0), sum(amounts.values())
@@ -129,13 +129,43 @@ class CallBytes:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Finds the call that streams the fewest layers beside `held` bytes of each tier."""
+    """Finds the call that streams the fewest layers beside `held` bytes of each tier.
 
-    policy: Policy
+    Attributes:
+        resident: the call with all features on the device.
+        kept: features that are kept for all layers, and so may be streamed.
+        forced: those of them that must be.
+    """
+
     sizes: CallShape
     budget: MemoryBudget
     held: Mapping[Tier, int]
-    weights: WeightBytes | None
+    resident: CallBytes
+    kept: list[Feature]
+    forced: list[Feature]
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        sizes: CallShape,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int],
+        weights: WeightBytes | None,
+    ) -> "_Search":
+        needs = policy.needs(sizes)
+        resident = CallBytes(
+            buffers=tuple(policy.buffers(sizes)),
+            records=needs.records() if needs.records else None,
+            streams=None,
+            weights=weights,
+            compared=compared_at_a_time(sizes) if sizes.compared else None,
+            most_rows=needs.most_rows,
+        )
+        of_all = [feature for feature, count in policy.features(sizes.shape).items() if count == sizes.shape.layers]
+        kept = of_all if _streamable(sizes) > 1 else []
+        forced = [feature for feature in kept if feature in needs.on_host]
+        return cls(sizes, budget, held, resident, kept, forced)
 
     def best(self) -> CallBytes:
         call = self.fewest()
@@ -156,7 +186,7 @@ class _Search:
         return replace(self, budget=self.budget.with_cap(tier, cap))
 
     def fewest(self) -> CallBytes:
-        features, weights = self._of_features(), self.weights
+        features, weights = self._of_features(), self.resident.weights
         if weights is None or weights.fixed or self.fits(features):
             return features
         most, least = weights.most, self.with_cap(Tier.DEVICE, 0)._of_features()
@@ -202,19 +232,13 @@ class _Search:
 
     def _of_features(self) -> CallBytes:
         """The call with the fewest streamed layers of features, and all weights on the device."""
-        policy, sizes, streamable = self.policy, self.sizes, self.sizes.shape.streamable()
-        whole, needs = policy.buffers(sizes), policy.needs(sizes)
-        layers = 0 if streamable is None else len(streamable[1].layers)
-        of_all = [feature for feature, count in policy.features(sizes.shape).items() if count == sizes.shape.layers]
-        kept = of_all if layers > 1 else []
-        forced = [feature for feature in kept if feature in needs.on_host]
-        records = needs.records() if needs.records else None
-        compared = compared_at_a_time(sizes) if sizes.compared else None
+        layers = _streamable(self.sizes)
 
         def needed(streamed: StreamedLayers) -> CallBytes:
-            streams = StreamBytes.of(sizes, streamed.counts, slots=streamed.slots)
-            buffers = whole if streams is None else streams.beside(whole)
-            return CallBytes(tuple(buffers), records, streams, self.weights, compared, needs.most_rows)
+            streams = StreamBytes.of(self.sizes, streamed.counts, slots=streamed.slots)
+            if streams is None:
+                return self.resident
+            return replace(self.resident, buffers=tuple(streams.beside(self.resident.buffers)), streams=streams)
 
         def above(streamed: StreamedLayers) -> bool:
             return self._room(Tier.DEVICE, needed(streamed).device)
@@ -222,13 +246,19 @@ class _Search:
         def below(streamed: StreamedLayers) -> bool:
             return self.fits(needed(streamed), *BELOW_DEVICE)
 
-        resident = StreamedLayers(dict.fromkeys(forced, layers))
+        fewest = needed(StreamedLayers(dict.fromkeys(self.forced, layers)))
         if self.budget.cap(Tier.DEVICE) is None:
-            return needed(resident)
-        found = fewest_streamed(kept, forced, layers, above, below)
+            return fewest
+        found = fewest_streamed(self.kept, self.forced, layers, above, below)
         if found is not None:
             return needed(found)
-        everything = StreamedLayers(dict.fromkeys(kept, layers), 1)
-        least, most = needed(everything), needed(resident)
-        smaller = kept and below(everything) and least.total(Tier.DEVICE) < most.total(Tier.DEVICE)
-        return least if smaller else most
+        everything = StreamedLayers(dict.fromkeys(self.kept, layers), 1)
+        most = needed(everything)
+        smaller = self.kept and below(everything) and most.total(Tier.DEVICE) < fewest.total(Tier.DEVICE)
+        return most if smaller else fewest
+
+
+def _streamable(sizes: CallShape) -> int:
+    """Number of layers whose features may be streamed."""
+    found = sizes.shape.streamable()
+    return 0 if found is None else len(found[1].layers)

@@ -65,11 +65,16 @@ class Workload:
     def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
         """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 if none does.
 
-        By bisection, because totals grow with either size. They dip if more sequences or columns make the parts of a
-        step smaller. The search may stop there; its result was counted, so it fits.
+        By bisection, first among powers of two, because totals grow with either size. They dip if more sequences or
+        columns make the parts of a step smaller. The search may stop there; its result was counted, so it fits.
         """
-        values = range(multiple, LARGEST_SIZE, multiple)
-        return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
+
+        def too_large(count: int) -> bool:
+            return bool(self.resized(**{size: multiple * count}).over(budget))
+
+        end = bisect_left(range((LARGEST_SIZE // multiple).bit_length()), True, key=lambda power: too_large(2**power))
+        # 2**end is too large, and half of it is not.
+        return multiple * (bisect_left(range(2**end), True, lo=2**end // 2 + 1, key=too_large) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
