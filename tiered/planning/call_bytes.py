@@ -134,7 +134,7 @@ class _Search:
     Attributes:
         resident: the call with all features on the device.
         kept: features that are kept for all layers, and so may be streamed.
-        forced: those of them that must be.
+        forced: features of these that must be streamed.
     """
 
     sizes: CallShape
