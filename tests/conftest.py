@@ -27,6 +27,7 @@ import torch
 from hypothesis import settings
 from official_names import official
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._device import _device_constructors
 
 CUDA = torch.cuda.is_available()
@@ -65,7 +66,8 @@ def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
         new = make(*args, **kwargs)
-        if not new.is_meta and not torch._C._len_torch_function_stack():  # a mode fills memory as it likes
+        there = not new.is_meta and not isinstance(new, FakeTensor)
+        if there and not torch._C._len_torch_function_stack():  # a mode fills memory as it likes
             byte = POISONS.get(new.dtype, 0xFF if new.is_floating_point() else 0x7F)
             ctypes.memset(new.data_ptr(), byte, new.untyped_storage().nbytes())  # unseen by whoever counts operations
         return new
