@@ -57,19 +57,23 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-POISONS = {torch.bool: 1, torch.uint8: 0xFF}
+POISONS = {torch.bool: 1, torch.uint8: 0xFF}  # bytes of the largest value; other dtypes have NaN or a large number
 
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`make`, which leaves memory as it is, with NaN in it; integers are large."""
+    """`make`, which leaves new memory as it is, with NaN in that memory; integers are large."""
 
     @wraps(make)
     def made(*args: Any, **kwargs: Any) -> Tensor:
         new = make(*args, **kwargs)
-        there = not new.is_meta and not isinstance(new, FakeTensor)
-        if there and not torch._C._len_torch_function_stack():  # a mode fills memory as it likes
+        has_memory = not new.is_meta and not isinstance(new, FakeTensor)
+        if has_memory and not torch._C._len_torch_function_stack():  # a mode may have a poison of its own
+            storage = new.untyped_storage()
             byte = POISONS.get(new.dtype, 0xFF if new.is_floating_point() else 0x7F)
-            ctypes.memset(new.data_ptr(), byte, new.untyped_storage().nbytes())  # unseen by whoever counts operations
+            if storage.device.type == "cpu":  # not by torch, whose operations some tests count
+                ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
+            else:
+                storage.fill_(byte)  # pyright: ignore[reportAttributeAccessIssue]
         return new
 
     return made
@@ -81,7 +85,7 @@ def poisoned_memory() -> Iterator[None]:
 
     Torch's deterministic mode would fill what its own operations ask for, too, in a sixth of the time of all tests.
     """
-    _device_constructors()  # from now on knows those of below by heart, for `with torch.device(...)`
+    _device_constructors()  # torch remembers here which functions `with torch.device(...)` is for: before the patch
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty")]:
             patch.setattr(owner, name, poisoned(getattr(owner, name)))

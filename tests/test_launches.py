@@ -112,7 +112,7 @@ OVER_BARE = {"llada": 7.8, "Dream": 6.3, "gidd": 4.6, "sdar": 7.4}
 @pytest.mark.parametrize("family", OVER_BARE)
 def test_the_host_needs_little_time_for_a_layer(family: str, monkeypatch: pytest.MonkeyPatch):
     for owner, name in [(torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")]:
-        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)  # to poison takes calls of its own
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)  # the poison would be counted
     found = host_time(family, rounds=15)
     assert found["launches"] == LAUNCHES[family] and found["calls"] <= CALLS[family]
     assert 1 < found["over_bare"] <= OVER_BARE[family], found
