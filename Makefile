@@ -7,8 +7,9 @@
 #   WORKERS=2               processes that share the tests (0: none, which lets pytest's debugger in)
 #
 # `make test` leaves out the tests marked `long`, which take too long for every change: a whole rehearsal of a GPU day, a
-# sweep killed twenty times, soaks, compiles for every architecture, training, workers by Ray, which it installs. `make
-# test-long` runs those alone and takes the same ARGS: ARGS=--collect-only names them.
+# sweep killed twenty times, soaks, compiles for every architecture, training, workers by Ray, which it installs. Of a
+# table marked `covering` it leaves out the cases whose values all occur in others. `make test-long` runs those alone and
+# takes the same ARGS: ARGS=--collect-only names them.
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -59,7 +59,7 @@ def adjoining(
             return None
         if weight.dtype != first.dtype or weight.shape[1] != first.shape[1]:
             return None
-        end, count = end + weight.nbytes, count + len(weight)
+        end, count = end + weight.nbytes, count + weight.shape[0]
     memory = first.untyped_storage()  # what follows it may belong to another tensor
     return first.as_strided((count, first.shape[1]), first.stride()) if end <= memory.data_ptr() + len(memory) else None
 

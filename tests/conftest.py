@@ -8,8 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
+from itertools import combinations
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 # Before the first import of torch: processes that share the tests share the cores as well.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -43,12 +45,22 @@ settings.register_profile("tiered", deadline=None)
 settings.load_profile("tiered")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` if there is none."""
-    if not CUDA:
-        for item in items:
-            if "gpu" in item.keywords:
+    """Skip the tests marked `gpu` if there is none, and leave what a `covering` does without to the long run."""
+    seen: set[tuple[Any, ...]] = set()
+    # In the order of their checksums, the same everywhere: in a table's own, all would meet the first value of another.
+    for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
+        if "gpu" in item.keywords:
+            if not CUDA:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif (covering := item.get_closest_marker("covering")) and not item.get_closest_marker("long"):
+            table, case = item.nodeid.split("[")[0], item.callspec.params  # pyright: ignore[reportAttributeAccessIssue]
+            values = [(name, repr(value)) for name, value in sorted(case.items())]
+            combined = {(table, *some) for some in combinations(values, *covering.args)}
+            if combined <= seen:
+                item.add_marker(pytest.mark.long)
+            seen |= combined
 
 
 def pytest_collection_finish():

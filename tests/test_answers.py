@@ -73,6 +73,7 @@ def test_a_row_says_what_the_runtime_does():
     assert rows[0]["passes"]["update"] > 0 and rows[0]["to_device_bytes"] > 0
 
 
+@pytest.mark.long
 def test_rows_that_each_layer_adds_keep_what_a_frozen_prompt_loses():
     """Sorted names: the row of a name sees that it is printed, and the next name's row, a layer above, sees that."""
     settings = {"call": {"max_new_tokens": 32, "block_length": 32}, "split": "validation", "seed": 9000}

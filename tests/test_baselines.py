@@ -67,6 +67,7 @@ def padded(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 CACHES: dict[str, dict[str, Any]] = {"none": {}, "fast_dllm_prefix": {"offloading": False}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("commit", COMMITS, ids=str)
 @pytest.mark.parametrize("batch", ["one", "padded"])
 def test_random_weights_give_the_runtimes_tokens(

@@ -118,6 +118,7 @@ MODELS: dict[str, tuple[str | dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
 @pytest.mark.parametrize("kv", [None, RowCode.FP8, RowCode.NVFP4], ids=["raw", "fp8", "nvfp4"])
 @pytest.mark.parametrize("family", MODELS)
@@ -404,7 +405,7 @@ def test_the_live_view_shows_every_step(runtime: Runtime):
     assert not errors and [frame.forward for frame in frames] == [-1, *range(1, out.num_forwards)]
 
 
-@pytest.mark.parametrize("rule", [{}, {"confidence_threshold": 0.9}], ids=["one a step", "threshold"])
+@pytest.mark.parametrize("rule", [pytest.param({}, marks=pytest.mark.long), {"confidence_threshold": 0.9}], ids=str)
 def test_the_embedded_model_is_right_and_its_cache_changes_no_token(rule: dict[str, Any]):
     runtime = tiered.from_pretrained("embedded-blocks")
     examples = [sample(task, "test", 0) for task in ("copy", "reverse", "remove", "lookup")]

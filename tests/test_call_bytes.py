@@ -245,6 +245,7 @@ def mixture_model(mixture: str, dtype: torch.dtype) -> LLaDAMoE:
     return model
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -287,6 +288,7 @@ def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: in
     generated(runtime, ids, tight, **{**generation, "steps": 2})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", ["wide vocabulary", "bfloat16"])
 @pytest.mark.parametrize("case", ["likeliest", "guided", "margin", "cut", "cut, drawn"])
 def test_tiles_of_logits_hold_no_more_than_is_booked(case: str, model: str, monkeypatch: pytest.MonkeyPatch):

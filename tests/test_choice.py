@@ -136,6 +136,7 @@ class TestChoice:
 class TestAlike:
     """`generate`, `choose`, `plan` and the command line."""
 
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("options", [{}, {"steps": 16}, {"block_length": 64}])
     @pytest.mark.parametrize("prompt", [40, 300])
     def test_they_choose_alike(self, prompt: int, options: dict[str, Any], capsys: pytest.CaptureFixture[str]):

@@ -144,6 +144,7 @@ def product_by(implementation: str) -> Callable[[Tensor, CodedRows], Tensor]:
     return weight_product.weight_product
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("shape", PRODUCTS)
 @pytest.mark.parametrize("code", WeightCode)

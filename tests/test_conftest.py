@@ -3,6 +3,9 @@
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations, product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,3 +50,22 @@ def test_the_network_is_shut():
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     hub = sys.modules.get("huggingface_hub.constants")
     assert hub is None or hub.HF_HUB_OFFLINE
+
+
+@pytest.mark.parametrize("strength", [1, 2])
+def test_a_covering_has_all_values_in_few_cases(strength: int, request: pytest.FixtureRequest):
+    marks: dict[tuple[int, ...], list[pytest.MarkDecorator]] = {case: [] for case in product(range(6), repeat=3)}
+    items = [
+        SimpleNamespace(
+            nodeid=f"test_table.py::test[{case}]", keywords={}, add_marker=marks[case].append,
+            callspec=SimpleNamespace(params=dict(zip("abc", case, strict=True))),
+            get_closest_marker={"covering": pytest.mark.covering(strength).mark}.get,
+        )
+        for case in marks
+    ]  # fmt: skip
+    conftest = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    conftest.pytest_collection_modifyitems(items)  # pyright: ignore[reportOptionalMemberAccess]
+    kept = [case for case, added in marks.items() if pytest.mark.long not in added]
+    for some in combinations(range(3), strength):
+        assert {tuple(case[each] for each in some) for case in kept} == {*product(range(6), repeat=strength)}
+    assert len(kept) < 3 * 6**strength

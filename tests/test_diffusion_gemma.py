@@ -235,6 +235,7 @@ def test_codes_whose_groups_cross_the_middle_of_its_heads():
         kv_code("nvfp4", family_of(config).shape(config))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("policy", "kv"), [("block_causal", None), ("block_causal", RowCode.FP8), ("none", None)])
 @pytest.mark.parametrize(
     ("length", "changes"),

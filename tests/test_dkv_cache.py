@@ -100,6 +100,7 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], Callable[[int, list[int]], set[int
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block", [32, 8])
 @pytest.mark.parametrize("variant", BY_HAND)
 def test_the_paper_s_variants_by_hand(runtime: Runtime, variant: str, block: int):

@@ -321,6 +321,7 @@ def tiny() -> Runtime:
     return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_drift_is_that_of_attention_from_scratch(

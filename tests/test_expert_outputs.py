@@ -102,6 +102,7 @@ def expected(
 
 
 # Each code and each type meets both activations.
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("code", "dtype", "activation"),

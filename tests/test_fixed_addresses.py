@@ -196,9 +196,9 @@ def test_a_recorded_step_serves_the_steps_after_it(call: str, monkeypatch: pytes
     runtime: Runtime = tiered.from_pretrained(name, device="cpu", dtype="float32", **loading)
     block = {} if name == "embedded-blocks" else {"block_length": 8}
     replaying = Replaying(Forward.logits, exact)
-    expected = runtime.generate(PROMPTS, max_new_tokens=32, stop_at_eos=False, **block, **options)
+    expected = runtime.generate(PROMPTS, max_new_tokens=16, stop_at_eos=False, **block, **options)
     monkeypatch.setattr(Forward, "logits", lambda forward, pass_: replaying(forward, pass_))
-    out = runtime.generate(PROMPTS, max_new_tokens=32, stop_at_eos=False, **block, **options)
+    out = runtime.generate(PROMPTS, max_new_tokens=16, stop_at_eos=False, **block, **options)
     assert torch.equal(out.sequences, expected.sequences)
     assert replaying.replayed >= 8
 
@@ -220,7 +220,12 @@ ROUNDS = [((24, 40), (8, 24)), ((56, 32), (40, 16))]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 @pytest.mark.parametrize(
-    ("family", "splits", "kv"), [*((family, 1, None) for family in CONFIGS), ("sdar", 2, RowCode.FP8)]
+    ("family", "splits", "kv"),
+    [
+        ("sdar", 2, RowCode.FP8),
+        ("gidd", 1, None),
+        *(pytest.param(family, 1, None, marks=pytest.mark.long) for family in CONFIGS if family != "gidd"),
+    ],
 )
 @torch.inference_mode()
 def test_a_recorded_step_serves_other_calls(

@@ -152,6 +152,7 @@ def broken(kernel: str, monkeypatch: pytest.MonkeyPatch, defect: Callable[[list[
     monkeypatch.setattr(module, kernel, wrong)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", TRITON)
 @pytest.mark.parametrize(
     ("defect", "why"),

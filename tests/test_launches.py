@@ -105,8 +105,8 @@ def test_a_layer_of_a_plain_step(family: str, rows: Rows):
 
 # Calls of functions in a plain layer at most, the same on every machine; and its Python time over that of as many bare
 # launchers, twice what the fastest machine had, because others had up to 1.7 times that. These numbers only fall.
-CALLS = {"llada": 623, "Dream": 661, "gidd": 713, "sdar": 650}
-OVER_BARE = {"llada": 7.8, "Dream": 6.3, "gidd": 4.6, "sdar": 7.4}
+CALLS = {"llada": 428, "Dream": 462, "gidd": 514, "sdar": 450}
+OVER_BARE = {"llada": 6.3, "Dream": 5.0, "gidd": 4.2, "sdar": 6.2}
 
 
 @pytest.mark.parametrize("family", OVER_BARE)
@@ -128,6 +128,7 @@ def test_what_starts_no_kernel_leaves_nothing_changed():
     assert found() == before
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", OVER.values(), ids=OVER)
 @pytest.mark.parametrize("family", LAUNCHES)
 def test_kernels_answer_as_their_references(family: str, rows: Rows, random_model: Callable[[Any], Any]):
@@ -148,14 +149,15 @@ def test_kernels_answer_as_their_references(family: str, rows: Rows, random_mode
 
 
 # Of each kind of forward at most: launches of a layer, reads by the host in all layers, launches outside of layers.
-# These numbers only fall. Which clusters of `polestar` drift most, and so what an update mends, depends on rounding.
+# These numbers only fall. Which clusters of `polestar` drift most, and so what an update mends, depends on rounding; so
+# does the layer from which `elastic_cache` widens.
 MOST: dict[str, dict[str, tuple[int, int, int]]] = {
-    "fast_dllm_dual": {"refresh": (11, 0, 54), "step": (11, 0, 54)},
-    "attended": {"refresh": (11, 0, 61), "update": (11, 0, 83)},
-    "dkv_pd": {"refresh": (11, 0, 54), "step": (11, 0, 129)},
-    "dllm_cache": {"refresh": (18, 0, 54), "step": (45, 0, 54), "update": (18, 0, 56)},
-    "elastic_cache": {"refresh": (41, 0, 159), "step": (95, 0, 150)},
-    "polestar": {"refresh": (92, 4, 54), "step": (11, 0, 65), "update": (33, 2, 65)},
+    "fast_dllm_dual": {"refresh": (11, 0, 44), "step": (11, 0, 44)},
+    "attended": {"refresh": (11, 0, 51), "update": (11, 0, 73)},
+    "dkv_pd": {"refresh": (11, 0, 44), "step": (11, 0, 111)},
+    "dllm_cache": {"refresh": (18, 0, 44), "step": (45, 0, 44), "update": (18, 0, 46)},
+    "elastic_cache": {"refresh": (41, 0, 140), "step": (97, 0, 132)},
+    "polestar": {"refresh": (92, 4, 44), "step": (11, 0, 55), "update": (33, 2, 55)},
 }
 
 
@@ -174,7 +176,10 @@ def test_forwards_of_a_policy_launch_and_read_no_more_than_this(policy: str):
         assert sum(row["launches"] for row in of) == pytest.approx(found["launches"])
 
 
-@pytest.mark.parametrize(("family", "policy"), [("sdar", "block_causal"), ("llada", "fast_dllm_dual")])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("sdar", "block_causal"), pytest.param("llada", "fast_dllm_dual", marks=pytest.mark.long)],
+)
 def test_the_host_reads_once_in_a_round_of_requests(family: str, policy: str):
     """And once more in the round that ends all answers. A layer launches no more than for one request."""
     found = served_reads.measure(family, policy, requests=2)

@@ -23,10 +23,10 @@ def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def test_clients_share_forwards_and_get_the_same_tokens():
-    rows = rows_of({"clients": [4], "requests": [4], "answer": [64]})
+    rows = rows_of({"clients": [4], "requests": [4], "answer": [32]})
     runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual")
     asked = [tasks.sample("long_lookup", "test", number, size=256).prompt for number in range(4)]
-    outs = [runtime.generate(prompt, max_new_tokens=64) for prompt in asked]
+    outs = [runtime.generate(prompt, max_new_tokens=32) for prompt in asked]
     assert [row["way"] for row in rows] == ["one at a time", "together"]
     assert {row["tokens"] for row in rows} == {sum(out.timings.tokens for out in outs)}
     assert rows[0]["forwards"] == sum(out.num_forwards for out in outs) > 2 * rows[1]["forwards"]

@@ -139,7 +139,10 @@ def test_edges_at_the_prompt_are_for_causal_contexts(random_model: Any):
 
 
 def test_released_keys_load(write_checkpoint: Any, random_weights: Any, runtime: Runtime):
-    directory = write_checkpoint(NEMOTRON, random_weights(NEMOTRON), shards=3)
+    repeated = {
+        "rope_parameters": {**ROPE, "type": "yarn", "max_position_embeddings": NEMOTRON["max_position_embeddings"]}
+    }
+    directory = write_checkpoint(NEMOTRON | repeated, random_weights(NEMOTRON), shards=3)
     assert torch.equal(tiered.from_pretrained(directory).logits(prompt(20)), runtime.logits(prompt(20)))
 
 

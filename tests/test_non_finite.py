@@ -94,6 +94,7 @@ def rule_for(runtime: Runtime) -> dict[str, Any]:
     return {"remasking": "random", "seed": 3} if runtime.policy.needs_order() else {"seed": 3}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", BROKEN)
 @pytest.mark.parametrize("variant", policies_for("canvas"))
 def test_every_policy_names_the_layer(variant: str, dtype: str):

@@ -16,7 +16,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.policies.registry import policies_for
 
-LAYERS, CASES = 6, 120
+LAYERS, CASES = 6, 80
 FAMILIES: dict[str, dict[str, Any]] = {
     "llada": {
         "model_type": "llada", "d_model": 64, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 160,

@@ -1,10 +1,11 @@
 """The product of rows and a weight is the same whichever of them is the left factor."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.projection import ONE_ORDER, adjoining, project, project_joined
@@ -84,3 +85,16 @@ def test_weights_of_their_own_memory_do_not_adjoin() -> None:
 def test_a_cpu_has_no_joined_product() -> None:
     weights = torch.randn(96, 64).split(48)
     assert adjoining(weights) is not None and project_joined(torch.randn(1, 20, 64), weights) is None
+
+
+def test_a_projection_that_is_set_is_the_one_that_runs(tiny_model: Any) -> None:
+    """In a copy of a model, which shares no module with it."""
+    copied, hidden = deepcopy(tiny_model), torch.randn(1, 3, 32)
+    expected = tiny_model.feed_forward(0, hidden)
+    assert expected.any() and torch.equal(copied.feed_forward(0, hidden), expected)
+    copied.blocks[0].ff_out = nn.Linear(48, 32, bias=False).requires_grad_(False)
+    copied.blocks[0].ff_out.weight.zero_()
+    assert not copied.feed_forward(0, hidden).any()
+    assert torch.equal(tiny_model.feed_forward(0, hidden), expected)
+    assert all(copied.blocks[number] is block for number, block in enumerate(copied.blocks))
+    assert not {*copied.modules()} & {*tiny_model.modules()}

@@ -219,6 +219,7 @@ def test_a_row_depends_on_itself_alone(codec: Codec, name: str):
         assert np.array_equal(alone.coded(there)[0], case.coded(buffer)[row])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_scattered_and_others_left(codec: Codec, name: str):
     case, buffer = encoded(codec, name)

@@ -91,6 +91,7 @@ def test_the_kernel_has_the_references_bits(shape: str, dtype: torch.dtype):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("offset", [None, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -122,6 +122,7 @@ def test_an_update_of_all_rows_has_the_logits_of_none(runtime: Runtime, selector
         torch.testing.assert_close(own.logits, theirs.logits, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.covering(1)
 @EVERY
 @pytest.mark.parametrize("share", [0.01, 0.3])
 def test_an_update_renews_the_chosen_rows_and_no_others(runtime: Runtime, selector: str, share: float):
@@ -275,7 +276,14 @@ def test_a_value_that_is_not_in_the_study_is_named(axes: dict[str, Any], told: s
         list(study.points(study.AXES | axes))
 
 
-@pytest.mark.parametrize("selector", ["oldest", "attention_pending", "drift_attention", "oracle"])
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "attention_pending",
+        "oracle",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("oldest", "drift_attention")),
+    ],
+)
 def test_prompts_asked_together_choose_as_they_do_alone(
     runtime: Runtime, selector: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -28,7 +28,7 @@ runtime.logits(ids, mask)
 for number, policy in enumerate(policies_for("canvas")):
     for turn, options in enumerate(({}, {"confidence_threshold": 0.5}, {"factor": 1.0}, {"temperature": 0.5, "seed": 1},
                     {"cfg_scale": 0.5}, {"remasking": "random"}, {"output_history": True, "stop_at_eos": False})):
-        if policy not in ("none", "polestar") and turn and "remasking" not in options and (turn + number) % 3:
+        if policy not in ("none", "polestar") and turn and "remasking" not in options and (turn + number) % 6:
             continue  # they take turns: each policy meets some, and each is met by many
         options |= {"max_new_tokens": 4, "block_length": 2}
         if runtime.with_policy(policy).policy.needs_order() and "remasking" not in options:

@@ -92,6 +92,7 @@ def test_rows_are_written_into_the_memory_of_their_calls(calls: str, code: RowCo
             assert not changed[[0, 2]].any() and changed[1].nonzero()[:, 1].unique().tolist() == [*ours.columns]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("softened", [{}, {"scale": 0.2, "soft_cap": 3.0, "sinks": 1}], ids=["plain", "softened"])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("code", CODES)
@@ -160,6 +161,7 @@ def asked_of(model: Any, generator: torch.Generator, kv: RowCode | None = None) 
     return found
 
 
+@pytest.mark.covering(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 @pytest.mark.parametrize("kv", [None, RowCode.FP8])
 @pytest.mark.parametrize("family", CONFIGS)
@@ -186,7 +188,9 @@ def test_calls_answer_together_as_each_alone(family: str, kv: RowCode | None, ra
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "family", ["sdar", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if name != "sdar")]
+)
 def test_three_calls_launch_no_more_in_a_layer_than_one(family: str):
     model = in_records(model_of(family).to(torch.bfloat16))
 

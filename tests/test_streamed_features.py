@@ -125,6 +125,7 @@ def jitter(seed: int) -> Callable[[Point, Lane | None], float]:
 Unlimited = Callable[[str, str], GenerationOutput]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", STREAMABLE)
 def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, name: str, call: str):
@@ -178,6 +179,7 @@ def test_no_delay_changes_a_bit(model: LLaDA, unlimited: Unlimited, name: str):
     assert same(run(model, policy, budget, jitter(2), **CALLS["four a step"]), unlimited(name, "four a step"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", ["four a step", "guided"])
 @pytest.mark.parametrize("name", STREAMABLE)
 def test_a_sequence_that_has_ended_leaves(

@@ -92,13 +92,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 BLOCKS = ("llada2", "sdar-moe", "diffusion-gemma")  # which their rows see
 OPTIONS: dict[str, dict[str, Any]] = {"polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0}}
 # Policies that must know what a step commits go with no rule that rewrites.
+FORMS = ("raw", *CODES, "int4+head")
+# Each policy of each family, whose weights have each form in turn.
 CASES = [
-    (family, policy)
-    for family in FAMILIES
-    for policy in policies_for("blocks" if family in BLOCKS else "canvas")
+    (family, policy, FORMS[(number + place) % len(FORMS)])
+    for number, family in enumerate(FAMILIES)
+    for place, policy in enumerate(policies_for("blocks" if family in BLOCKS else "canvas"))
     if policy != "auto" and not (family == "gidd" and make_policy(policy).needs_order())
 ]
-FORMS = ("raw", *CODES, "int4+head")
 Delay = Callable[[Point, Lane | None], float]
 
 
@@ -200,10 +201,12 @@ def test_projections_of_the_same_rows_adjoin(checkpoints: Callable[[str], Path],
         assert (adjoining(resident) is not None) is (adjoining([slot[name] for name in names]) is not None) is aligned
 
 
-@pytest.mark.parametrize(("family", "policy"), CASES)
-def test_streamed_weights_answer_as_resident_ones(checkpoints: Callable[[str], Path], family: str, policy: str):
-    number = CASES.index((family, policy))
-    form = FORMS[number % len(FORMS)]
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("family", "policy", "form"), CASES)
+def test_streamed_weights_answer_as_resident_ones(
+    checkpoints: Callable[[str], Path], family: str, policy: str, form: str
+):
+    number = CASES.index((family, policy, form))
     resident = loaded(checkpoints(family), policy, form=form)
     whole = streamed_layers(resident)
     # Blocks that count from each prompt's first token take other columns than the budget is for.
@@ -536,7 +539,7 @@ def test_experts_are_fetched_ahead_as_long_as_guesses_are_right(
 ):
     config = {**FAMILIES["llada2"], **TOKENS, "num_experts": 64, "torch_dtype": "float32"}
     directory = write_checkpoint(config, random_weights(config))
-    call = {"max_new_tokens": 64, "block_length": 4, "stop_at_eos": False}
+    call = {"max_new_tokens": 32, "block_length": 4, "stop_at_eos": False}
     picked: list[tuple[int, list[int]]] = []
     groups_of = StreamedExperts.groups
     with loaded(directory, "block_causal") as resident, monkeypatch.context() as patched:

@@ -53,6 +53,7 @@ def dry(runtime: Runtime, policy: Any, tokens: int) -> list[DryForward]:
     return list(dry_run(policy, sizes, tokens_per_forward=tokens))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", [1, 2, 4])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,7 +36,7 @@ class SharedCase(KernelCase):
     code: RowCode | None = None
 
     def tiny(self) -> Self:
-        return replace(self, calls=3, rows=4, length=37)
+        return replace(self, calls=2, rows=4, length=37)
 
     def memory(self, generator: torch.Generator) -> Tensor:
         sizes = self.calls, 2, _LAYERS, 1, _KV_HEADS, self.length, _HEAD_DIM

@@ -173,9 +173,9 @@ class Canvas:
     ) -> None:
         """Fix the `chosen` ones of `tokens`, in the columns from `start`, as of forward `forwards[b]` of sequence b."""
         columns = slice(start, start + chosen.shape[1])
-        self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
-        numbers = forwards.to(self.committed_at.dtype)[:, None]
-        self.committed_at[:, columns] = numbers.where(chosen, self.committed_at[:, columns])
+        written, numbers = self.tokens[:, columns], self.committed_at[:, columns]
+        torch.where(chosen, tokens, written, out=written)
+        torch.where(chosen, forwards.to(numbers.dtype)[:, None], numbers, out=numbers)
 
     def rewrite(self, start: int, chosen: Bool[Tensor, "batch columns"], tokens: Int[Tensor, "batch columns"]) -> None:
         """Write the `chosen` ones of `tokens` to the columns from `start`; they stay open."""

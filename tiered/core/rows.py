@@ -115,18 +115,16 @@ def rows_where(*masks: Bool[Tensor, "batch length"]) -> tuple[Rows, list[int]]:
 
     Returns the rows, and the number of rows of each mask. Reads from the device once.
     """
-    taken = torch.zeros_like(masks[0])
-    apart: list[Tensor] = []
-    for mask in masks:
+    apart, taken = [masks[0]], masks[0]
+    for mask in masks[1:]:
         apart.append(mask & ~taken)
         taken = taken | mask
-    counts = torch.stack([mask.sum(dim=1).amax() for mask in apart]).tolist()
+    sizes = [mask.sum(dim=1, keepdim=True) for mask in apart]
+    counts = torch.stack([size.amax() for size in sizes]).tolist()
     index = torch.cat([_ascending(mask, count) for mask, count in zip(apart, counts, strict=True)], dim=1)
     numbers = torch.cat([torch.arange(count, device=index.device) for count in counts])
-    sizes = torch.cat(
-        [mask.sum(dim=1, keepdim=True).expand(-1, count) for mask, count in zip(apart, counts, strict=True)], dim=1
-    )
-    return Rows.at(index, numbers < sizes), counts
+    valid = numbers < torch.cat([size.expand(-1, count) for size, count in zip(sizes, counts, strict=True)], dim=1)
+    return Rows.at(index, valid), counts
 
 
 def _ascending(mask: Bool[Tensor, "batch length"], count: int) -> Tensor:

@@ -219,13 +219,12 @@ class Denoiser:
         assert candidates.broken is not None, "the proposer looks for it"
         with span(Op.COMMIT):
             pending = self.canvas.pending(step.start, step.stop)
-            left = pending.sum(dim=1)
-            ended = torch.zeros_like(left, dtype=torch.bool)
+            standing = [pending.sum(dim=1), candidates.broken.long()]
             if self._publisher.stop_at_eos:
                 ends = self.canvas.ends(step.start, step.stop, self._publisher.ends)
-                ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
-            standing = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)])
-            left, ended, broken = (yield from read(standing)).tolist()
+                standing.append((ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)).long())
+            left, broken, *rest = (yield from read(torch.stack(standing))).tolist()
+        ended = rest[0] if rest else [0] * len(left)
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
 
     def _first_broken(self, step: Step) -> str | None:

@@ -97,8 +97,8 @@ class OpenBlock:
 
     def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
         """Candidates of the rows. Rows that are not pending rank last."""
-        confidence = confidence.double().masked_fill_(~self.pending, -torch.inf)
-        broken = (~self.top.isfinite() & self.pending).any(dim=1)
+        confidence = confidence.double().where(self.pending, -torch.inf)
+        broken = ((self.top - self.top != 0) & self.pending).any(dim=1)  # infinity less itself is NaN
         return Candidates(tokens=tokens, confidence=confidence, pending=self.pending, broken=broken)
 
     def _of_rows(self, sequence: int, rows: Int[Tensor, " rows"]) -> "OpenBlock":

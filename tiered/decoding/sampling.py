@@ -165,4 +165,4 @@ def _confidence(block: OpenBlock, found: Proposals, temperature: float) -> Float
     # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i. Near 1, where thresholds decide, float32 has the small sum
     # exactly, while a softmax would round it away.
     others = logits.scatter_(-1, found.tokens[..., None], 0.0).sum(dim=-1)
-    return 1.0 / (1.0 + others.double())
+    return (1.0 + others.double()).reciprocal()

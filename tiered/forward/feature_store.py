@@ -139,7 +139,7 @@ class FeatureStore:
     def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
         """Stored rows, in elements of the model's dtype."""
         stored = self._tensors[feature][self._kind[layer]]
-        return stored[self._places[feature, layer] if len(stored) > 1 else 0, : self._sequences]
+        return stored[self._places[feature, layer] if stored.shape[0] > 1 else 0, : self._sequences]
 
     def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
         """Stored rows, for a caller that writes `rows` and reads nothing."""

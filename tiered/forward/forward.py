@@ -211,14 +211,14 @@ class Forward:
         """Store keys and values of `rows`, whose residual stream is `hidden`. Returns the normed rows for `attend`, and
         their queries, if it `asks` and one product gives them with the keys; both None if the rows are several parts.
         Then recomputing the norm is cheaper than keeping it."""
-        parts = self.parts(rows.count, len(hidden))
+        parts = self.parts(rows.count, hidden.shape[0])
         if len(parts) == 1:
             written = self._written(layer, rows, hidden, asks=asks)
-            self._passed(parts[0], len(hidden), self._flops.write)
+            self._passed(parts[0], hidden, self._flops.write)
             return written
         for part in parts:
             self.write_keys_values(layer, rows[part], hidden[:, part])
-            self._passed(part, len(hidden), self._flops.write)
+            self._passed(part, hidden, self._flops.write)
         return None, None
 
     def attend(
@@ -236,7 +236,7 @@ class Forward:
 
         `normed`, `queries`: of all rows, if already computed. `waits`: whether `mlp` of the same rows follows; its norm
         may add the branch."""
-        for part in self.parts(rows.count, len(hidden)):
+        for part in self.parts(rows.count, hidden.shape[0]):
             if queries is None:
                 of_part = self.model.attention_norm(layer, hidden[:, part]) if normed is None else normed[:, part]
                 branch = self.attention(layer, rows[part], of_part)
@@ -249,7 +249,7 @@ class Forward:
                 keep(Feature.ATTN_OUT, part, branch)
             self._add(hidden, part, branch, waits)
             del branch  # freed before the next part's is computed
-            self._passed(part, len(hidden), self._flops.attend)
+            self._passed(part, hidden, self._flops.attend)
 
     def mlp(
         self,
@@ -260,7 +260,7 @@ class Forward:
         waits: bool = False,
     ) -> None:
         """Add the MLP branch to `hidden`, in place, and pass it to `keep`. `waits`: as in `dense`."""
-        for part in self.parts(hidden.shape[1], len(hidden)):
+        for part in self.parts(hidden.shape[1], hidden.shape[0]):
             normed = self.model.mlp_norm(layer, hidden[:, part], self._taken())
             branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks, normed)
             del normed
@@ -268,7 +268,7 @@ class Forward:
                 keep(Feature.FFN_OUT, part, branch)
             self._add(hidden, part, branch, waits)
             del branch
-            self._passed(part, len(hidden), self._flops.mlp)
+            self._passed(part, hidden, self._flops.mlp)
 
     def _add(
         self,
@@ -288,10 +288,10 @@ class Forward:
         branch, self._waiting = self._waiting, None
         return branch
 
-    def _passed(self, part: slice, batch: int, flops: int) -> None:
+    def _passed(self, part: slice, hidden: Float[Tensor, "batch rows width"], flops: int) -> None:
         safe_point()
         if self.between is not None:
-            self.between((part.stop - part.start) * batch * flops / self._flops.layer)
+            self.between((part.stop - part.start) * len(hidden) * flops / self._flops.layer)
             self.enter(self._layer)  # `between` may have entered another layer
 
     def parts(self, rows: int, batch: int) -> list[slice]:
@@ -357,7 +357,7 @@ class Forward:
         of_canvas = replace(rows, is_span=False) if self.reads else rows  # merging parts takes all rows at once
         groups = [
             (queries[:, :, some], keys[:, :, columns], values[:, :, columns], limits)
-            for some, columns, limits in self.limits.of_rows(of_canvas, len(queries), window, kept)
+            for some, columns, limits in self.limits.of_rows(of_canvas, queries.shape[0], window, kept)
         ]
         if self.reads:
             own = self.model.attend_part(layer, *groups[0], sinks=True)

@@ -4,7 +4,7 @@ The forward owns the order of the pieces, the residual stream and the store; a f
 here are Llama's: norm → attention → norm → MLP with a gate. A family overrides pieces that differ.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -72,6 +72,7 @@ class Block(nn.Module):
                 setattr(self, module, nn.Linear(size[1], size[0], bias=f"{module}.bias" in sizes))
             elif kind == "weight":
                 setattr(self, module, norm(size[0]))
+        _as_attributes(self)
 
     def join_biases(self) -> None:
         """Put the biases of queries, keys and values one behind the other, so that one addition takes them all."""
@@ -81,6 +82,17 @@ class Block(nn.Module):
             parts = torch.cat(biases).split([len(bias) for bias in biases])
             for projection, part in zip(projections, parts, strict=True):
                 projection.bias = nn.Parameter(part, requires_grad=False)
+
+
+class Blocks(nn.ModuleList):
+    """The blocks of all layers. A ModuleList looks a number up as text, which takes eight calls."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        super().__init__(blocks)
+        self._by_number = (*self._modules.values(),)
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        return self._by_number[idx]
 
 
 class DiffusionModel(nn.Module):
@@ -97,7 +109,7 @@ class DiffusionModel(nn.Module):
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
     _norm: ClassVar[type[RMSNorm]] = RMSNorm
     _activation: ClassVar[Activation] = "silu"
-    blocks: Any  # an nn.ModuleList of `Block`
+    blocks: Any  # `Blocks`
     ln_f: Any
     config: Any
     shape: ModelShape
@@ -121,11 +133,13 @@ class DiffusionModel(nn.Module):
             if own.startswith("blocks."):
                 _, layer, name = own.split(".", 2)
                 sizes[int(layer)][name] = size
-        self.blocks = nn.ModuleList(Block(of_layer, norm) for of_layer in sizes)
+        self.blocks = Blocks(Block(of_layer, norm) for of_layer in sizes)
         self.ln_f = norm(shape.width)
         if not config.head_tied:
             self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self._has_biases = any(own.endswith(".bias") for own in shape.own_shapes)
         self.requires_grad_(False)
+        _as_attributes(self)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -186,15 +200,16 @@ class DiffusionModel(nn.Module):
         product = self._joined(normed, *(self._projection(layer, name) for name in ("q_proj", "k_proj", "v_proj")))
         if product is None:
             return None
-        rotated, values = product.split([shape.heads_width + shape.kv_width, shape.kv_width], dim=-1)
+        rotated, values = product.split_with_sizes([shape.heads_width + shape.kv_width, shape.kv_width], dim=-1)
         norm, norms = getattr(block, "q_norm", None), None
         if norm is not None and (len(norm.weight) > shape.head_dim or rotary.elements < shape.head_dim):
-            queries, keys = rotated.split([shape.heads_width, shape.kv_width], dim=-1)
+            queries, keys = rotated.split_with_sizes([shape.heads_width, shape.kv_width], dim=-1)
             queries, keys = self._normed_heads(queries, norm), self._normed_heads(keys, block.k_norm)
             return rotary.rotate_queries(queries), rotary.rotate(keys), self._heads(values)
         if norm is not None:
             norms = HeadNorms(norm.weight, block.k_norm.weight, shape.heads, norm.eps, norm.offset)
-        queries, keys = rotary.rotate(self._heads(rotated), norms).split([shape.heads, shape.kv_heads], dim=1)
+        heads = rotary.rotate(self._heads(rotated), norms)
+        queries, keys = heads.split_with_sizes([shape.heads, shape.kv_heads], dim=1)
         return rotary.grown(queries), keys, self._heads(values)
 
     def keys_of_values(self, layer: int, values: KeyValue, rotary: Rotary) -> KeysOfValues:
@@ -254,6 +269,8 @@ class DiffusionModel(nn.Module):
 
     def _finished(self, product: Projected, *projections: nn.Linear | Projection) -> Projected:
         """Products with the weights of projections, side by side, plus their biases; all have one, or none."""
+        if not self._has_biases:
+            return product
         biases = [bias for projection in projections if (bias := projection.bias) is not None]
         if not biases:
             return product
@@ -301,6 +318,11 @@ class DiffusionModel(nn.Module):
 
     def _heads(self, projected: Joined) -> Heads:
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+
+def _as_attributes(module: nn.Module) -> None:
+    """Let the modules in `module` be plain attributes, too, until another is set: reading one is no call of Python."""
+    module.__dict__ |= module._modules
 
 
 def head(model: DiffusionModel, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:

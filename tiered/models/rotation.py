@@ -128,7 +128,8 @@ def _scaling(config: Mapping[str, object]) -> tuple[str, str, dict[str, Any]]:
         if not isinstance(given, Mapping):
             raise ValueError(f"{key} = {given!r}; null, or a mapping with a rope_type is allowed: {', '.join(KINDS)}")
         name = key if given else name
-        found |= {of: value for of, value in given.items() if value is not None}
+        # Ministral 3's files repeat the model's own positions here, which transformers reads beside it alone.
+        found |= {of: value for of, value in given.items() if value is not None and of != "max_position_embeddings"}
     kinds = {of: found.pop(of) for of in ("type", "rope_type") if of in found}
     kind = str(kinds.get("rope_type", kinds.get("type", "default")))
     if kind not in KINDS:

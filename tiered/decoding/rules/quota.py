@@ -103,9 +103,10 @@ class _First(_Counted):
 class _Quota(_Counted):
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
-        self._count = pending.sum(dim=1, keepdim=True)
+        count = pending.sum(dim=1, keepdim=True)
+        self._each, self._first = count // self._steps, count % self._steps
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        quota = self._count // self._steps + (self._step < self._count % self._steps)
+        quota = self._each + (self._step < self._first)
         self._step += 1
         return candidates.pending & (candidates.ranks() < quota)
