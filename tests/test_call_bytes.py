@@ -1,7 +1,6 @@
 """A call books the bytes that torch allocates: never fewer, and not many more."""
 
 import gc
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,6 +12,7 @@ import pytest
 import torch
 from allocations import Allocations
 from baselines import parity
+from long_cases import and_long
 from polestar_variants import variant
 from workloads.models import drawn
 
@@ -75,11 +75,6 @@ CALLS: dict[str, dict[str, Any]] = {
         "cfg_scale": 1.0,
     },
 }
-
-
-def and_long(short: list[Any], every: Iterable[Any]) -> list[Any]:
-    """The cases in `short`, and of `make test-long` all others of `every`."""
-    return [*short, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case not in short)]
 
 
 PLAIN = [call for call in CALLS if "drift-aware" not in call]

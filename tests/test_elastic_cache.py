@@ -16,7 +16,7 @@ from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Feature
 from tiered.decoding.observers import Inspector
 from tiered.forward.attention_received import SummedChunk, attention_received
-from tiered.forward.attention_weights import attention_weights
+from tiered.forward.attention_weights import attention_exponentials, attention_weights
 from tiered.models.llada import LLaDA
 from tiered.offload.lane import Lane
 from tiered.policies.base import Step
@@ -478,7 +478,8 @@ def test_final_rows_see_final_columns_alone(sinks: int | None):
     sink_keys = None if sinks is None else torch.randn(4, sinks, 8, generator=generator)
     visible = torch.tensor([[5, 20, 1], [12, 12, 20]])
     mask = torch.arange(20) >= torch.tensor([[0], [4]])
-    found, _ = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, stop=visible)
+    found, of_sinks = attention_exponentials(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, stop=visible)
+    found /= found.sum(dim=-1, keepdim=True) + (0 if of_sinks is None else of_sinks)
     for b in range(2):
         for row, count in enumerate(visible[b].tolist()):
             part = slice(b, b + 1), slice(None), slice(None, count)

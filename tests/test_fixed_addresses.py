@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from long_cases import and_long
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -221,11 +222,7 @@ ROUNDS = [((24, 40), (8, 24)), ((56, 32), (40, 16))]
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 @pytest.mark.parametrize(
     ("family", "splits", "kv"),
-    [
-        ("sdar", 2, RowCode.FP8),
-        ("gidd", 1, None),
-        *(pytest.param(family, 1, None, marks=pytest.mark.long) for family in CONFIGS if family != "gidd"),
-    ],
+    and_long([("sdar", 2, RowCode.FP8), ("gidd", 1, None)], [(family, 1, None) for family in CONFIGS]),
 )
 @torch.inference_mode()
 def test_a_recorded_step_serves_other_calls(

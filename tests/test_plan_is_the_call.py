@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from block_models import NEMOTRON, SDAR, batch
+from long_cases import and_long
 
 import tiered
 from tiered.core.budget import MemoryBudget
@@ -75,9 +76,7 @@ def bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*positions, but the model was trained")
 @pytest.mark.usefixtures("bytes_alone")
-@pytest.mark.parametrize(
-    "seed", [*range(CASES), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(CASES, 400))]
-)
+@pytest.mark.parametrize("seed", and_long(range(CASES), range(400)))
 def test_a_plan_is_the_call(seed: int, checkpoints: Callable[[str], Path], tmp_path: Path):
     """Two calls in turn, four in all. Each has room exactly if its plan fits, takes the planned bytes, and answers as
     without a budget."""

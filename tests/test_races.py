@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_cases import and_long
 from torch import Tensor
 
 import tiered
@@ -188,7 +189,7 @@ def test_closing_waits_for_a_call_whose_layers_are_streamed(load: Load):
 
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("load", ["polestar"], indirect=True)
-@pytest.mark.parametrize("moments", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("moments", and_long([12], [50]))
 def test_ctrl_c_at_any_moment(load: Load, moments: int):
     with load(None) as free:
         alone = answers(free)

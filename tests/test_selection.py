@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from jaxtyping import Bool, Int
+from long_cases import and_long
 from measuring.worker import RefusedError
 from studies import selection as study
 from torch import Tensor
@@ -276,14 +277,7 @@ def test_a_value_that_is_not_in_the_study_is_named(axes: dict[str, Any], told: s
         list(study.points(study.AXES | axes))
 
 
-@pytest.mark.parametrize(
-    "selector",
-    [
-        "attention_pending",
-        "oracle",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("oldest", "drift_attention")),
-    ],
-)
+@pytest.mark.parametrize("selector", and_long(["attention_pending", "oracle"], ["oldest", "drift_attention"]))
 def test_prompts_asked_together_choose_as_they_do_alone(
     runtime: Runtime, selector: str, monkeypatch: pytest.MonkeyPatch
 ):

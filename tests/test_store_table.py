@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations
+from long_cases import and_long
 from torch import Tensor
 from workloads.launches import counting
 from workloads.models import in_records
@@ -188,9 +189,7 @@ def test_calls_answer_together_as_each_alone(family: str, kv: RowCode | None, ra
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
-@pytest.mark.parametrize(
-    "family", ["sdar", *(pytest.param(name, marks=pytest.mark.long) for name in CONFIGS if name != "sdar")]
-)
+@pytest.mark.parametrize("family", and_long(["sdar"], CONFIGS))
 def test_three_calls_launch_no_more_in_a_layer_than_one(family: str):
     model = in_records(model_of(family).to(torch.bfloat16))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_cases import and_long
 
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -28,7 +29,7 @@ def running() -> set[object]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of resident pages")
-@pytest.mark.parametrize("cycles", [1_500, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cycles", and_long([1_500], [10_000]))
 def test_nothing_grows(cycles: int):
     width, rows, clusters, codec = 48, 4, 12, Codec.NVFP4_DELTA
     needed = RecordBytes(

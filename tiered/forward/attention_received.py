@@ -71,6 +71,6 @@ def attention_received(
             sink_keys=None if sink_keys is None else sink_keys[of_heads],
             exact=False,
         )
-        received[some] += weights.mul_(counts[some, None, rows, None]).sum(dim=(1, 2))
+        received[some].add_(weights.mul_(counts[some, None, rows, None]).sum(dim=(1, 2)))
         del weights  # freed before the next chunk's are made
     return received

@@ -44,7 +44,7 @@ def masked_scores(
     return scores, None if sink_keys is None else sink_scores(queries, sink_keys, soft_cap)
 
 
-def attention_weights(
+def attention_exponentials(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch length"] | None,
@@ -53,21 +53,37 @@ def attention_weights(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
-) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows"] | None]:
-    """Softmax of `masked_scores`: the weight of each key, and of all sinks together. Every row must see a key."""
+) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows one"] | None]:
+    """exp(`masked_scores` − the row's largest) of each key, and its sum over the sinks. Every row must see a key."""
     scores, sinks = masked_scores(
         queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, stop=stop, exact=exact
     )
     # In place: the scores are the largest tensor here.
     peak = scores.amax(dim=-1, keepdim=True)
     if sinks is None:
-        scores.sub_(peak).exp_()
-        return scores.div_(scores.sum(dim=-1, keepdim=True)), None
+        return scores.sub_(peak).exp_(), None
     peak = torch.maximum(peak, sinks.amax(dim=-1, keepdim=True))
-    of_sinks = sinks.sub_(peak).exp_().sum(dim=-1, keepdim=True)
-    scores.sub_(peak).exp_()
-    total = of_sinks + scores.sum(dim=-1, keepdim=True)
-    return scores.div_(total), of_sinks.div_(total)[..., 0]
+    return scores.sub_(peak).exp_(), sinks.sub_(peak).exp_().sum(dim=-1, keepdim=True)
+
+
+def attention_weights(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch length"] | None,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    exact: bool = True,
+) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows"] | None]:
+    """Softmax of `masked_scores`: the weight of each key, and of all sinks together. Every row must see a key."""
+    weights, of_sinks = attention_exponentials(
+        queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, exact=exact
+    )
+    total = weights.sum(dim=-1, keepdim=True)
+    if of_sinks is None:
+        return weights.div_(total), None
+    total += of_sinks
+    return weights.div_(total), of_sinks.div_(total)[..., 0]
 
 
 def chunks(

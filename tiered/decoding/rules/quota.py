@@ -104,9 +104,9 @@ class _Quota(_Counted):
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
         count = pending.sum(dim=1, keepdim=True)
-        self._each, self._first = count // self._steps, count % self._steps
+        self._least, self._with_one_more = count // self._steps, count % self._steps  # tokens of a step; first steps
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        quota = self._each + (self._step < self._first)
+        quota = self._least + (self._step < self._with_one_more)
         self._step += 1
         return candidates.pending & (candidates.ranks() < quota)

@@ -19,7 +19,7 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.attention_received import attention_received
-from tiered.forward.attention_weights import attention_weights
+from tiered.forward.attention_weights import attention_exponentials
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
@@ -120,8 +120,7 @@ class ElasticStep:
         asked, widening = watched.asked, self._widening
         widening.settled = not any_narrow
         if any_absent:
-            queries, chosen = asked.stored(watched.chosen), self._tracked.columns(asked.layer)
-            self._tracked.put(asked.layer, chosen, queries, watched.absent)
+            self._tracked.put_queries(asked.layer, asked.stored(watched.chosen), watched.absent)
         return watched.moved if any_moved else None, others
 
 
@@ -243,8 +242,8 @@ def weights_of(
     keys: Float[Tensor, "sequences kv_heads length head_dim"],
 ) -> Float[Tensor, "batch heads n length"]:
     """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; undefined for
-    `NONE`."""
-    return attention_weights(
+    `NONE`. They are not divided by their sum, because `similarity` is the same for all multiples."""
+    return attention_exponentials(
         queries,
         keys[: len(queries)],
         forward.limits.of(slice(len(queries))).key_mask,
@@ -258,6 +257,6 @@ def weights_of(
 def similarity(
     past: Float32[Tensor, "batch heads rows length"], now: Float32[Tensor, "batch heads rows length"]
 ) -> Float32[Tensor, "batch rows"]:
-    """Cosine similarity of two sets of attention weights over the keys, mean over heads."""
+    """Cosine similarity of two sets of attention weights, or of multiples of them, over the keys; mean over heads."""
     norms = torch.linalg.vector_norm(past, dim=-1).mul_(torch.linalg.vector_norm(now, dim=-1))
     return ((past * now).sum(dim=-1) / norms).mean(dim=1)

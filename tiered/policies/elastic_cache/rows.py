@@ -69,12 +69,16 @@ class Tracked:
         here: Bool[Tensor, " batch #tracked"],
     ) -> None:
         """Track other tokens in `layer`, where `here` is True."""
-        assert self._columns is not None and self._queries is not None, "a step begins with `begin`"
-        for new, kept, mask in (
-            (columns, self._columns[layer], here),
-            (queries, self._queries[layer], here[:, None, :, None]),
-        ):
-            torch.where(mask, new, kept, out=kept)
+        kept = self.columns(layer)
+        torch.where(here, columns, kept, out=kept)
+        self.put_queries(layer, queries, here)
+
+    def put_queries(
+        self, layer: int, queries: Float[Tensor, "batch heads tracked head_dim"], here: Bool[Tensor, " batch #tracked"]
+    ) -> None:
+        """Replace queries of the tokens of `layer`, where `here` is True."""
+        kept = self.queries(layer)
+        torch.where(here[:, None, :, None], queries, kept, out=kept)
 
     def mask(self, committed: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
         """True at the tokens that any layer tracks, with the shape of `committed`."""
