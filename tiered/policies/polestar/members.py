@@ -108,18 +108,17 @@ class GatheredRows:
             known: canvas columns of each tensor of known rows; −1 at invalid rows.
             before: number of other rows, the first ones of the first of these tensors.
         """
-        counts = [sum(one.sizes[cluster] for cluster in own) for one, own in zip(members, clusters, strict=True)]
-        batch, wide = len(members), before + max(counts)
+        sizes = [[one.sizes[cluster] for cluster in own] for one, own in zip(members, clusters, strict=True)]
+        batch, wide = len(members), before + max(map(sum, sizes))
         columns = np.full((batch, wide), -1, dtype=np.int64)
         columns[:, :before] = known[0][:, :before]
         cluster_of_row, rows = np.full_like(columns, -1), dict[Cluster, slice]()
-        for b, (one, own) in enumerate(zip(members, clusters, strict=True)):
-            sizes = [one.sizes[cluster] for cluster in own]
+        for b, (one, own, counts) in enumerate(zip(members, clusters, sizes, strict=True)):
             stored = np.concatenate([columns[b, :0], *(one.columns[one.slice_of(cluster)] for cluster in own)])
-            number, here = np.repeat(np.arange(len(own)), sizes), slice(before, before + len(stored))
-            live = one.cluster_of[stored] == np.repeat(own, sizes)  # a removed row's cluster is −1
+            number, here = np.repeat(np.arange(len(own)), counts), slice(before, before + len(stored))
+            live = one.cluster_of[stored] == np.repeat(own, counts)  # a removed row's cluster is −1
             columns[b, here], cluster_of_row[b, here] = np.where(live, stored, -1), np.where(live, number, -1)
-            edges = pairwise(accumulate(sizes, initial=b * wide + before))
+            edges = pairwise(accumulate(counts, initial=b * wide + before))
             rows |= {(b, cluster): slice(*edge) for cluster, edge in zip(own, edges, strict=True)}
         own, here = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
         numbers, missing = list[Int[np.ndarray, " _"]](), own >= 0
