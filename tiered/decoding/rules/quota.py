@@ -104,7 +104,8 @@ class _Quota(_Counted):
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
         count = pending.sum(dim=1, keepdim=True)
-        self._least, self._with_one_more = count // self._steps, count % self._steps  # tokens of a step; first steps
+        self._least = count // self._steps  # tokens of a step
+        self._with_one_more = count % self._steps  # first steps, which fix one token more
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         quota = self._least + (self._step < self._with_one_more)

@@ -242,13 +242,12 @@ def weights_of(
     keys: Float[Tensor, "sequences kv_heads length head_dim"],
 ) -> Float[Tensor, "batch heads n length"]:
     """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; undefined for
-    `NONE`. They are not divided by their sum, because `similarity` is the same for all multiples."""
+    `NONE`. They are not divided by their sum with the sinks, because `similarity` is the same for all multiples."""
     return attention_exponentials(
         queries,
         keys[: len(queries)],
         forward.limits.of(slice(len(queries))).key_mask,
         soft_cap=forward.model.shape.soft_cap,
-        sink_keys=forward.model.sink_keys(layer),
         stop=forward.limits.stop(columns),
         exact=False,
     )[0]
