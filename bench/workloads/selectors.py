@@ -6,7 +6,7 @@ update writes them anew. So the selector decides by the present tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from tiered.policies.base import Step
 from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 Scores = Float[Tensor, "batch length"]
-FEW = 0.1  # share of the rows up to which their changes to the log-sum-exps take less time than those of all rows
+FEW = 0.15  # share of the rows up to which their changes to the log-sum-exps take less time than those of all rows
 
 
 class BlockLayer(NamedTuple):
@@ -242,8 +242,9 @@ class Drift(Highest):
             changed = Changed(rows, then, slice(0, block.count))
             _, reference = reference.measured(self._queries[layer], attended, changed)
             reference.recenter(queries, attended, rows.index, rows.valid)
-            if reference.sums.peak.isnan().any():
-                reference = DriftReference.of(self._queries[layer], attended, block)
+            if len(lost := _in_any(reference.sums.peak.isnan().any(1))):
+                some = self._queries[layer][:, :, lost]
+                reference.recenter(some, attended, lost.expand(len(some), -1))
         self._references[layer] = reference
         return pass_
 
@@ -255,9 +256,16 @@ class Drift(Highest):
         attended, reference = QuickKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
         drift, _ = reference.measured(self._queries[layer], attended, changed)
-        if drift.isnan().any():
-            drift, _ = reference.measured(self._queries[layer], attended, changed, anew=True)
+        if len(lost := _in_any(drift.isnan())):
+            sums = reference.sums
+            some = replace(reference, sums=LogSumExp(sums.peak[:, :, lost], sums.mass[:, :, lost]))
+            drift[:, lost], _ = some.measured(self._queries[layer][:, :, lost], attended, changed, anew=True)
         return drift
+
+
+def _in_any(lost: Bool[Tensor, "batch length"]) -> Int[Tensor, " rows"]:
+    """Rows that are True in any sequence."""
+    return lost.any(0).nonzero()[:, 0]
 
 
 class OutputDrift(Drift):
