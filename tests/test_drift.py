@@ -104,6 +104,12 @@ class World:
         valid = torch.rand(index.shape, generator=self.generator) > 0.3
         return Rows.at(index.where(valid, 20).to(self.device), valid.to(self.device))
 
+    def behind_block(self, rows: Rows) -> Rows:
+        """The block's rows and these."""
+        block, index = (each.index.to(self.device).expand(self.batch, -1) for each in (BLOCK, rows))
+        valid = None if rows.valid is None else torch.cat([torch.ones_like(block, dtype=torch.bool), rows.valid], dim=1)
+        return Rows.at(torch.cat([block, index], dim=1), valid)
+
     def change(self, rows: Rows, rise: float = 0.0, only: Tensor | None = None) -> None:
         """New keys and values at `rows`; scores rise by `rise` beside."""
         for b, index in enumerate(rows.index.to(self.device).expand(self.batch, -1)):
@@ -120,19 +126,12 @@ class World:
         every, then = BLOCK, self.reference.block
         if rows is not None:
             then = joined(then, self.layer.at(rows))
-            columns, valid = rows.index.to(self.device).expand(self.batch, -1), rows.valid
-            block = BLOCK.index.to(self.device).expand(self.batch, -1)
-            every = Rows.at(
-                torch.cat([block, columns], dim=1),
-                None if valid is None else torch.cat([torch.ones_like(block, dtype=torch.bool), valid], dim=1),
-            )
+            every = self.behind_block(rows)
             self.change(rows, rise, updating)
-        for anew in (False, True):
-            found, reference = self.reference.measured(
-                self.queries, self.layer, Changed(every, then, HERE), updating, anew=anew
-            )
-            if not found.isnan().any():
-                break
+        how = self.queries, self.layer, Changed(every, then, HERE), updating
+        found, reference = self.reference.measured(*how)
+        if len(lost := found.isnan().any(0).nonzero()[:, 0]):
+            found, reference = self.reference.mended(found, reference, lost, *how)
         self.reference = reference
         return found
 
@@ -291,13 +290,9 @@ def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
     """If nearly all that a centroid attends to has changed, its drift is NaN."""
     world = World(9, scale=0.25)
     rows, reference = world.rows(12), world.reference
-    assert rows.valid is not None
     monkeypatch.setattr(LayerKeys, "log_sums", None)
     then = joined(reference.block, world.layer.at(rows))
-    own = torch.ones(world.batch, BLOCK.count, dtype=torch.bool)
-    every = Rows.at(
-        torch.cat([BLOCK.index.expand(world.batch, -1), rows.index], dim=1), torch.cat([own, rows.valid], dim=1)
-    )
+    every = world.behind_block(rows)
     world.change(rows, 0.5)
     found, _ = reference.measured(world.queries, world.layer, Changed(every, then, HERE))
     world.assert_law(found)
@@ -306,6 +301,27 @@ def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
         here = None if updating is None else torch.tensor(updating)
         found, _ = reference.measured(world.queries, world.layer, Changed(every, then, HERE), here)
         assert (~found.isnan()).all(1).tolist() == known
+
+
+def test_lost_clusters_alone_are_computed_anew(monkeypatch: pytest.MonkeyPatch):
+    """Of other sequences, and of other clusters, drift stays what it is in a call of their own."""
+    world, asked = World(9, scale=0.25), list[int]()
+    world.queries[:, :, 2:, 0] = 0  # does not see the rise
+    world.restart()
+    rows, log_sums, reference = world.rows(12), LayerKeys.log_sums, world.reference
+    monkeypatch.setattr(LayerKeys, "log_sums", lambda keys, of: asked.append(of.shape[2]) or log_sums(keys, of))
+    then = joined(reference.block, world.layer.at(rows))
+    every = world.behind_block(rows)
+    world.change(rows, 70.0, torch.tensor([True, False]))
+    how = world.queries, world.layer, Changed(every, then, HERE)
+    found, now = reference.measured(*how)
+    lost = found.isnan().any(0).nonzero()[:, 0]
+    assert found.isnan()[0].nonzero()[:, 0].tolist() == lost.tolist() == [0, 1] and not asked
+    mended, world.reference = reference.mended(found, now, lost, *how)
+    assert asked == [2]
+    world.assert_law(mended)
+    assert torch.equal(mended.where(~found.isnan(), 0), found.nan_to_num())
+    world.assert_made_anew()
 
 
 def test_sequences_that_do_not_update_stay_as_they_are():

@@ -6,7 +6,7 @@ update writes them anew. So the selector decides by the present tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -255,11 +255,9 @@ class Drift(Highest):
         """The drift of every row in `layer`, once the block's keys are written there: nothing else has changed."""
         attended, reference = QuickKeys.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
-        drift, _ = reference.measured(self._queries[layer], attended, changed)
+        drift, now = reference.measured(self._queries[layer], attended, changed)
         if len(lost := _in_any(drift.isnan())):
-            sums = reference.sums
-            some = replace(reference, sums=LogSumExp(sums.peak[:, :, lost], sums.mass[:, :, lost]))
-            drift[:, lost], _ = some.measured(self._queries[layer][:, :, lost], attended, changed, anew=True)
+            drift, _ = reference.mended(drift, now, lost, self._queries[layer], attended, changed)
         return drift
 
 

@@ -136,8 +136,8 @@ class DriftReference:
             anew: compute the log-sum-exps over all columns, as with `last_queries`.
 
         Returns:
-            The drift, float32, 0 if it may be rounding. If any is NaN, the reference is invalid, and the call must be
-            repeated with `anew`.
+            The drift, float32, 0 if it may be rounding. If any is NaN, the reference is invalid there, and both have to
+            be `mended`.
         """
         rows, last, cap = changed.rows, self.sums, attended.soft_cap
         (then, *last_values), stored = changed.last, attended.at(rows)
@@ -182,6 +182,28 @@ class DriftReference:
             peak, mass = peak.where(here, last.peak), mass.where(here, last.mass)
             kept = [each.where(here[..., None], old) for each, old in zip(kept, self.block, strict=True)]
         return drift, DriftReference(LogSumExp(peak, mass), tuple(each.clone() for each in kept))
+
+    def mended(
+        self,
+        drift: Float32[Tensor, "batch clusters"],
+        now: "DriftReference",
+        lost: Int[Tensor, " lost"],
+        queries: Float[Tensor, "batch heads clusters head_dim"],
+        attended: LayerKeys,
+        changed: Changed,
+        updating: Bool[Tensor, " batch"] | None = None,
+    ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:
+        """`drift` and the reference `now`, which this reference has `measured`, with log-sum-exps over all columns for
+        the clusters `lost`: those whose drift is NaN in any sequence."""
+        before = LogSumExp(self.sums.peak[:, :, lost], self.sums.mass[:, :, lost])
+        some, then = replace(self, sums=before).measured(queries[:, :, lost], attended, changed, updating, anew=True)
+        nan, ours, theirs = drift.isnan(), now.sums, then.sums
+        peak, mass = (
+            old.index_copy(2, lost, new).where(nan[:, None], old)
+            for old, new in ((ours.peak, theirs.peak), (ours.mass, theirs.mass))
+        )
+        drift = drift.index_copy(1, lost, some).where(nan, drift)
+        return drift, DriftReference(LogSumExp(peak, mass), now.block)
 
     def recenter(
         self,

@@ -118,7 +118,7 @@ class LayerState:
         """Write keys and values of all rows of a pass, and measure the drift of the centroids' attention.
 
         The next drift of updating sequences is measured from here. Reads from the device once, and once more if
-        log-sum-exps must be computed anew.
+        log-sum-exps of some clusters must be computed anew.
 
         Args:
             pass_: rows of the layer, beginning with the columns of `current` in this state.
@@ -144,12 +144,16 @@ class LayerState:
         forward.write(self.layer, pass_.rows, pass_.hidden)
         # Every sequence updates at a block's start. Later the columns are the same, and other references stay.
         attended, changed = self.attended(forward), Changed(rows, then, block)
-        for anew in (False, True):
-            drift, self.reference = reference.measured(self.queries, attended, changed, updating, last_queries, anew)
-            found = [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
-            if not any(isnan(sum(row)) for row in found):
-                break
-        return found
+        drift, self.reference = reference.measured(self.queries, attended, changed, updating, last_queries)
+        found = drift.tolist()
+        lost = {cluster for row in found if isnan(sum(row)) for cluster, one in enumerate(row) if isnan(one)}
+        if lost:
+            clusters = on_device(sorted(lost), drift.device)
+            drift, self.reference = reference.mended(
+                drift, self.reference, clusters, self.queries, attended, changed, updating
+            )
+            found = drift.tolist()
+        return [row[: len(members.sizes)] for row, members in zip(found, self.members, strict=True)]
 
     @spanned(Op.GATHER)
     def gather_rows(
